@@ -66,7 +66,7 @@ def test_operators_that_are_new_are_observed_too():
 
 
 def test_threads_that_begin_together_register_each_new_operator_once(monkeypatch):
-    from membudget.observer import _observed as kernel
+    from membudget.observer import observed as kernel
 
     names.observe_operators(kernel)
     registered: list[str] = []

@@ -131,16 +131,16 @@ def operator_of(name: str) -> Any:
 
 
 # Autograd's device threads inherit these objects with the dispatch keys.
-_SHARED = "membudget.observers"
+SHARED = "membudget.observers"
 
 
 def share_with_autograd(observers: Any) -> None:
     """Share `observers` with the threads that run this thread's backward pass."""
-    torch._C._stash_obj_in_tls(_SHARED, observers)
+    torch._C._stash_obj_in_tls(SHARED, observers)
 
 
 def inherited_by_autograd() -> Any:
     """Return the observers shared by the thread that called autograd, or `None`."""
-    if not torch._C._is_key_in_tls(_SHARED):
+    if not torch._C._is_key_in_tls(SHARED):
         return None
-    return torch._C._get_obj_in_tls(_SHARED)
+    return torch._C._get_obj_in_tls(SHARED)

@@ -81,7 +81,7 @@ class _Thread(threading.local):
         self.depth = 0
 
 
-_THREAD = _Thread()
+OBSERVERS = _Thread()
 
 
 class Observer:
@@ -109,12 +109,12 @@ class Observer:
             self._mode.__enter__()
         else:
             self._enter_key()
-        _THREAD.all.append(self)
+        OBSERVERS.all.append(self)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Stop observing."""
-        _THREAD.all.remove(self)
+        OBSERVERS.all.remove(self)
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
@@ -128,16 +128,18 @@ class Observer:
     def is_innermost(self) -> bool:
         """Return whether no other observer or mode was entered inside this one."""
         on_modes = self._modes + (self._mode is not None)
-        return _THREAD.all[-1:] == [self] and dispatch_mode_count() == on_modes
+        return OBSERVERS.all[-1:] == [self] and dispatch_mode_count() == on_modes
 
     def _enter_key(self) -> None:
-        thread = _THREAD
-        observe_operators(_observed)
+        thread = OBSERVERS
+        observe_operators(observed)
         self._before = thread.depth, is_observing_excluded()
         if not thread.stack:
-            thread.inherited = inherited_by_autograd() or []
-            thread.stack.extend(thread.inherited)
-            share_with_autograd(thread.stack)  # By reference, so once is enough.
+            shared = inherited_by_autograd()
+            if shared is not thread.stack:  # By reference, so once is enough.
+                thread.inherited = shared or []
+                thread.stack.extend(thread.inherited)
+                share_with_autograd(thread.stack)
             include_observers(True)
         thread.stack.append(self)
         thread.depth = len(thread.stack)
@@ -145,7 +147,7 @@ class Observer:
         exclude_observers(False)
 
     def _leave_key(self) -> None:
-        thread = _THREAD
+        thread = OBSERVERS
         thread.stack.remove(self)
         thread.depth, excluded = self._before
         _watch(thread)
@@ -209,14 +211,14 @@ def accelerate(
 
 def observers() -> tuple[Observer, ...]:
     """Return the observers of this thread, outermost first."""
-    return tuple(_THREAD.all)
+    return tuple(OBSERVERS.all)
 
 
-def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+def observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Pass an operator call to the innermost observer that has not seen it yet."""
     if operator is EQUAL or operator is ITEM:
         args = _as_tensors(args)
-    thread = _THREAD
+    thread = OBSERVERS
     depth = thread.depth
     if not depth:
         return _observed_elsewhere(operator, args, kwargs)
@@ -253,13 +255,13 @@ def _observed_elsewhere(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any
     If the current thread has observers, the call comes from inside a kernel that reset
     the thread's dispatch state; such a call is not observed.
     """
-    thread = _THREAD
+    thread = OBSERVERS
     inherited = None if thread.stack else inherited_by_autograd()
     if not inherited:
         return _unobserved(operator, args, kwargs)
     own, thread.stack, thread.depth = thread.stack, inherited, len(inherited)
     try:
-        return _observed(operator, *args, **kwargs)
+        return observed(operator, *args, **kwargs)
     finally:
         thread.stack, thread.depth = own, 0
 
@@ -272,5 +274,5 @@ def _unobserved(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         exclude_observers(False)
 
 
-hide_from_dynamo(_observed)
+hide_from_dynamo(observed)
 hide_from_dynamo(_Mode.__torch_dispatch__)

@@ -51,7 +51,9 @@ class _Registry:
 
 
 _REGISTRY = _Registry()
-OPERATOR_LOCK = threading.RLock()
+# `RLock` is a function, whose call takes as long as making the lock.
+Lock = type(threading.RLock())
+OPERATOR_LOCK = Lock()
 
 
 def enter() -> bool:

@@ -105,6 +105,9 @@ class RegionOptions:
     may_replay: bool = field(init=False, repr=False, compare=False)
     """Whether to replay if a rerun would repeat side effects; derived."""
 
+    may_follow: bool = field(init=False, repr=False, compare=False)
+    """Whether calls of a replay region may follow routes; derived."""
+
     is_instrumented: bool = field(init=False, repr=False, compare=False)
     """Whether a forward needs more than saved-tensor hooks; derived."""
 
@@ -118,8 +121,9 @@ class RegionOptions:
         """Validate the options, and compute the derived fields."""
         self._check()
         is_auto, check = self.engine == "auto", self.determinism_check
+        policy = as_policy(self.keep)
         derived = {
-            "policy": as_policy(self.keep),
+            "policy": policy,
             "decisions": {},
             "always_replays": self.engine == "replay"
             or (is_auto and self.keep is not None),
@@ -133,6 +137,7 @@ class RegionOptions:
             and self.early_stop
             and self.preserve_rng_state
             and not (self.use_reentrant or self.context_fn or self.debug),
+            "may_follow": not may_offload(policy),
             "is_instrumented": self.context_fn is not None
             or self.debug
             or check == "values",

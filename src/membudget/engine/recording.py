@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from threading import RLock
 from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from membudget._torch import tree_iter
 from membudget.callsite import is_internal
+from membudget.engine import isolation
 from membudget.engine.arguments import must_keep
 from membudget.engine.calls import Calls
 from membudget.engine.comparison import Fingerprints, Metadata, metadata
@@ -32,10 +32,6 @@ _STATEFUL = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
     *(OSError, StopIteration, TypeError, ValueError),
 )
-
-
-# `RLock` is a function, whose call takes as long as making the lock.
-Lock = type(RLock())
 
 
 class RerunHandle:
@@ -195,7 +191,7 @@ class Recording:
         self.handles: list[ReferenceType[RerunHandle]] = []
         self.metadata: list[Metadata] = []
         self.calls = calls
-        self.lock = Lock()
+        self.lock = isolation.Lock()
         self.finished = self.holds = self.is_new = self.nested_backward = False
         self.contexts: ContextPair | None = None
         self.fingerprints: Fingerprints | None = None

@@ -28,7 +28,7 @@ from membudget.engine.native import RERUN
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.reach import NOTHING, VISITORS, Reached, reach
 from membudget.engine.reads import Reads
-from membudget.engine.recording import Lock, Recording, RerunHandle
+from membudget.engine.recording import Recording, RerunHandle
 from membudget.engine.rerun import Rerun, StopRecompute, as_it_is
 from membudget.engine.rerun_frame import RerunFrame
 from membudget.engine.slots import (
@@ -102,7 +102,7 @@ def _names() -> SimpleNamespace:
         EINSUM=_torch_settings.EINSUM,
         FIRST=FIRST,
         INERT=INERT,
-        Lock=Lock,
+        Lock=isolation.Lock,
         MAX_DEPTH=MAX_DEPTH,
         MHA=_torch_settings.MHA,
         NOTHING=NOTHING,

@@ -69,7 +69,7 @@ inline void bind_frames(const Names& names) {
       names("RegionOptions"),
       {{"decisions", &options::decisions}, {"early_stop", &options::early_stop},
        {"guards", &options::guards}, {"is_instrumented", &options::is_instrumented},
-       {"offload", &options::offload}, {"policy", &options::policy},
+       {"may_follow", &options::may_follow}, {"offload", &options::offload}, {"policy", &options::policy},
        {"preserve_rng_state", &options::preserve_rng_state}, {"strict", &options::strict},
        {"use_reentrant", &options::use_reentrant}, {"verify", &options::verify}});
   region_calls.bind(

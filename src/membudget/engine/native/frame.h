@@ -8,8 +8,8 @@
 namespace membudget {
 
 inline Class native_replayer;
-inline PyObject *call_stages, *current_stream, *is_subclass, *module_path_in, *new_lock,
-    *operator_conditions, *routes_of, *weakly_in_python;
+inline PyObject *call_stages, *current_stream, *is_subclass, *module_path_in, *operator_conditions,
+    *routes_of, *weakly_in_python;
 inline PyObject *alignment_name, *enter_for_operators_name, *hooks_name, *leave_path_name,
     *names_name, *numbers_name, *reads_arguments_name, *sees_subclasses_name, *stages_name;
 
@@ -191,6 +191,19 @@ inline Ref new_stages(PyObject* policy) {
                                (PyObject*)attribute(policy, alignment_name), nullptr));
 }
 
+inline Ref stream_now() {
+  return at::getAccelerator().has_value() ? Ref::made(PyObject_CallNoArgs(current_stream))
+                                          : Ref::to(Py_None);
+}
+
+// As `following.routes_of`.
+inline Ref routes_for(PyObject* options, PyObject* function, PyObject* known) {
+  if (known != Py_None && options::may_follow.is_true(options)) {
+    return Ref::to(verified::routes.of(known));
+  }
+  return Ref::made(PyObject_CallFunctionObjArgs(routes_of, options, function, known, nullptr));
+}
+
 // replay_frame(function, args, kwargs, options, statistics): a new `ReplayFrame`.
 inline PyObject* new_replay_frame(PyObject*, PyObject* const* of, Py_ssize_t) {
   HANDLE_TH_ERRORS
@@ -200,7 +213,7 @@ inline PyObject* new_replay_frame(PyObject*, PyObject* const* of, Py_ssize_t) {
   bool verifies = options::verify.of(options) != Py_False;
   Ref known = verifies ? known_of(options, function, of[1], of[2]) : Ref::to(Py_None);
   Ref policy = call(options::policy.of(options), begin_name);
-  Ref stages = new_stages(policy), stream = Ref::made(PyObject_CallNoArgs(current_stream));
+  Ref stages = new_stages(policy), stream = stream_now();
   Ref unrepeatable = known == Py_None ? Ref::made(PySet_New(nullptr))
                                       : Ref::to(verified::unrepeatable.of(known));
   PyObject* label = statistics == Py_None ? no_text : statistics::label.of(statistics);
@@ -213,15 +226,13 @@ inline PyObject* new_replay_frame(PyObject*, PyObject* const* of, Py_ssize_t) {
   if (given.has_subclasses || (known != Py_None && verified::has_subclasses.is_true(known))) {
     check(PyObject_SetAttr(recorder, sees_subclasses_name, Py_True));
   } else if (offload == Py_None && is_quiet(checks, recorder, known)) {
-    recording::routes.set(
-        recording, Ref::made(PyObject_CallFunctionObjArgs(
-                       routes_of, options::policy.of(options), function, (PyObject*)known, nullptr)));
+    recording::routes.set(recording, routes_for(options, function, known));
   }
   Ref made = frame_class.make();
   frame::function.set(made, function);
   frame::named.set(made, weakly(function));
   frame::statistics.set(made, statistics);
-  frame::lock.set(made, Ref::made(PyObject_CallNoArgs(new_lock)));
+  frame::lock.set(made, Ref::made(PyObject_CallNoArgs(lock_class)));
   frame::arguments.set(made, std::move(given.places));
   frame::inputs.set(made, offload == Py_None ? Ref::to(Py_None) : attribute(offload, hooks_name));
   frame::recorder.set(made, std::move(recorder));

@@ -10,7 +10,7 @@ namespace membudget {
 
 inline Class frame_class;
 namespace frame {
-inline Slot arguments, checks, function, inputs, lock, named, recorder, replayer, statistics;
+inline Slot arguments, checks, function, inputs, lock, named, outer, recorder, replayer, statistics;
 }
 
 inline long first_task;  // As `replayer.FIRST_TASK`.

@@ -11,7 +11,12 @@ namespace membudget {
 
 inline Class verified_class;
 namespace verified {
-inline Slot calls, has_subclasses, is_pending, is_sampled, paths, sampling, unrepeatable;
+inline Slot calls, has_subclasses, is_pending, is_sampled, paths, routes, sampling, unrepeatable;
+}
+
+inline Class routes_class;
+namespace routes {
+inline Slot path, route;
 }
 
 inline Class sampling_class;

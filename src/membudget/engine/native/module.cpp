@@ -2,8 +2,7 @@
 
 #include "binding.h"
 #include "dead.h"
-#include "frame.h"
-#include "kernel.h"
+#include "run.h"
 #include "sums.h"
 
 namespace membudget {
@@ -117,7 +116,7 @@ void bind_replay(const Names& names) {
       names("ReplayFrame"),
       {{"_arguments", &frame::arguments}, {"_checks", &frame::checks},
        {"_function", &frame::function}, {"_inputs", &frame::inputs}, {"_lock", &frame::lock},
-       {"_named", &frame::named}, {"_recorder", &frame::recorder},
+       {"_named", &frame::named}, {"_outer", &frame::outer}, {"_recorder", &frame::recorder},
        {"_replayer", &frame::replayer}, {"_statistics", &frame::statistics}});
   checks_class.bind(
       names("Checks"),
@@ -138,8 +137,9 @@ void bind_frame_parts(const Names& names) {
       names("Verified"),
       {{"calls", &verified::calls}, {"has_subclasses", &verified::has_subclasses},
        {"is_pending", &verified::is_pending}, {"is_sampled", &verified::is_sampled},
-       {"paths", &verified::paths}, {"sampling", &verified::sampling},
+       {"paths", &verified::paths}, {"routes", &verified::routes}, {"sampling", &verified::sampling},
        {"unrepeatable", &verified::unrepeatable}});
+  routes_class.bind(names("Routes"), {{"_path", &routes::path}, {"_route", &routes::route}});
   sampling_class.bind(
       names("Sampling"),
       {{"_calls", &sampling::calls}, {"_every", &sampling::every},
@@ -151,9 +151,14 @@ void bind_frame_parts(const Names& names) {
   key_in_python = names("key_of");
   module_path_in = names("module_path_in");
   most_key_depth = PyLong_AsLong(names("MAX_DEPTH"));
-  new_lock = names("RLock");
+  nothing_before = Ref::made(Py_BuildValue("(iO)", 0, Py_False)).release();
+  observe_operators = names("observe_operators");
+  observed_by_python = names("observed");
+  observers_of_thread = names("OBSERVERS");
   operator_conditions = names("operator_conditions");
   routes_of = names("routes_of");
+  set_out_in_python = names("set_out");
+  shared_observers = PyUnicode_AsUTF8(names("SHARED"));
   switches = names("SWITCHES");
   verified_by_python = names("verified");
   weakly_in_python = names("weakly");
@@ -161,7 +166,9 @@ void bind_frame_parts(const Names& names) {
 
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
 const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
-    {"_leave_path", &leave_path_name}, {"alignment", &alignment_name},
+    {"_before", &before_name}, {"_leave_path", &leave_path_name}, {"_settle", &settle_name},
+    {"abandon", &abandon_name}, {"all", &all_name}, {"depth", &depth_name},
+    {"end", &end_name}, {"stack", &stack_name}, {"__enter__", &enter_name}, {"alignment", &alignment_name},
     {"count", &count_name}, {"device", &device_name},
     {"enter_for_operators", &enter_for_operators_name}, {"hooks", &hooks_name},
     {"key", &key_name}, {"names", &names_name}, {"numbers", &numbers_name},
@@ -254,6 +261,8 @@ PyMethodDef functions[] = {
     {"route", (PyCFunction)(void*)route_of, METH_FASTCALL, "Return what was surveyed."},
     {"run", (PyCFunction)(void*)run_frame, METH_FASTCALL, "As `RerunFrame.run`."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
+    {"run_replay", (PyCFunction)(void*)run_replay, METH_FASTCALL,
+     "As `ReplayFrame.run`."},
     {"settings", settings, METH_NOARGS, "As `_torch_settings.read`."},
     {"signature", (PyCFunction)(void*)signature, METH_FASTCALL, "As `signature_of`."},
     {"sums", sums, METH_O, "Return the fingerprint of integers on the CPU."},

@@ -33,8 +33,8 @@ inline Slot calls, contexts, fingerprints, finished, function, handles, holds, i
 
 inline Class region_options;
 namespace options {
-inline Slot decisions, early_stop, guards, is_instrumented, offload, policy, preserve_rng_state,
-    strict, use_reentrant, verify;
+inline Slot decisions, early_stop, guards, is_instrumented, may_follow, offload, policy,
+    preserve_rng_state, strict, use_reentrant, verify;
 }
 
 inline Class surroundings_class;

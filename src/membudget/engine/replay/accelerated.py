@@ -6,7 +6,6 @@ The first region that replays decides which recorder serves the process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import Parameter
 
 from membudget._torch import hide_from_dynamo
 from membudget._torch_accelerator import current_stream
-from membudget._torch_observing import operator_of
+from membudget._torch_observing import SHARED, observe_operators, operator_of
 from membudget.engine import isolation, native
 from membudget.engine.controls import OPEN_GROUPS, SWITCHES
 from membudget.engine.messages import module_path_in, weakly
@@ -22,13 +21,14 @@ from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.aliasing import AS_STRIDED, EMPTY, Tracker
 from membudget.engine.replay.checks import Checks
 from membudget.engine.replay.extension import EXTENSION
-from membudget.engine.replay.following import end_trip, routes_of
+from membudget.engine.replay.following import end_trip, routes_of, set_out
 from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.replay.living import LiveStorage, LiveTensor, RecordedMemory
 from membudget.engine.replay.native_replayer import NativeReplayer
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import FIRST_TASK, Replayer
+from membudget.engine.replay.routes import Routes
 from membudget.engine.replay.shared_memory import share
 from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
 from membudget.engine.replay.verified import (
@@ -42,7 +42,7 @@ from membudget.engine.rerun_extension import bind_rerun
 from membudget.engine.sampling import Sampling
 from membudget.engine.stages import CallStages
 from membudget.engine.surroundings import operator_conditions
-from membudget.observer import accelerate
+from membudget.observer import OBSERVERS, accelerate, observed
 from membudget.ops import OperatorFacts, facts_of
 from membudget.scope import Scope
 from membudget.state.bits import is_subclass
@@ -148,19 +148,23 @@ _BOUND: tuple[Any, ...] = (
         isolation.leave,
         share,
     ),
-    *(CallStages, NativeReplayer, RLock, Sampling, Verified, current_stream),
-    *(is_subclass, module_path_in, operator_conditions, routes_of, verified, weakly),
+    *(CallStages, NativeReplayer, Sampling, Verified, current_stream),
+    *(Routes, is_subclass, module_path_in, observe_operators, operator_conditions),
+    *(routes_of, set_out, verified, weakly),
 )
 _NAMED: dict[str, Any] = {
     "AS_STRIDED": AS_STRIDED,
     "EMPTY": EMPTY,
     "FIRST_TASK": FIRST_TASK,
     "MAX_DEPTH": MAX_DEPTH,
+    "OBSERVERS": OBSERVERS,
     "OPEN_GROUPS": OPEN_GROUPS,
     "OPERATOR_LOCK": isolation.OPERATOR_LOCK,
+    "SHARED": SHARED,
     "SWITCHES": SWITCHES,
     "VERIFIED": VERIFIED,
     "key_of": key_of,
+    "observed": observed,
 }
 
 # In a thread that is compiling, a Python function called from C++ would be traced.

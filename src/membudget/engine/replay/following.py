@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from membudget.engine.elsewhere import may_offload
-from membudget.engine.policy import Policy
+from membudget.engine.options import RegionOptions
 from membudget.engine.replay.checks import Checks
 from membudget.engine.replay.extension import EXTENSION
 from membudget.engine.replay.forward_record import ForwardRecord
@@ -23,20 +22,23 @@ _MOST_KEYS = 4096
 
 
 def routes_of(
-    policy: Policy, function: Callable[..., Any], known: Verified | None
+    options: RegionOptions, function: Callable[..., Any], known: Verified | None
 ) -> Routes | None:
     """Return what is known of the routes of a call; `None` if it may follow none.
 
     Calls that are not verified share them by policy and by code: a route that is not
     theirs is left at the first operator that differs.
     """
-    if not EXTENSION or may_offload(policy):
+    if not EXTENSION or not options.may_follow:
         return None
     if known is not None:
         return known.routes
-    found = _UNVERIFIED.setdefault((policy.key, _code_of(function)), Routes())
-    if len(_UNVERIFIED) > _MOST_KEYS:
-        del _UNVERIFIED[next(iter(_UNVERIFIED))]
+    key = options.policy.key, _code_of(function)
+    found = _UNVERIFIED.get(key)
+    if found is None:
+        found = _UNVERIFIED[key] = Routes()
+        if len(_UNVERIFIED) > _MOST_KEYS:
+            del _UNVERIFIED[next(iter(_UNVERIFIED))]
     return found
 
 

@@ -8,7 +8,6 @@ and the recorder is discarded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import RLock
 from typing import Any
 from weakref import ref
 
@@ -35,7 +34,7 @@ from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay import following
 from membudget.engine.replay.checks import Checks, settle_source
 from membudget.engine.replay.execute import SourceChangedError, SourceFreedError
-from membudget.engine.replay.extension import hooks_of
+from membudget.engine.replay.extension import EXTENSION, hooks_of
 from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.native_replayer import new_replayer
 from membudget.engine.replay.recorder import Recorder
@@ -69,7 +68,7 @@ class ReplayFrame:
         self._function: Callable[..., Any] | None = function
         self._named = weakly(function)
         self._statistics = statistics
-        self._lock = RLock()
+        self._lock = isolation.Lock()
         tensors = list(tensors_in([*args, *kwargs.values()]))
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
         self._inputs = None if options.offload is None else options.offload.hooks
@@ -91,12 +90,14 @@ class ReplayFrame:
             known is not None and known.has_subclasses
         )
         if self._inputs is None and self._checks.is_quiet():
-            recording.routes = following.routes_of(options.policy, function, known)
+            recording.routes = following.routes_of(options, function, known)
 
     # The forward.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's function, and drop saved tensors that are not kept."""
+        if EXTENSION:
+            return EXTENSION[0].run_replay(self, args, kwargs)
         self.begin()
         assert self._function is not None
         try:
@@ -123,12 +124,9 @@ class ReplayFrame:
     def is_on_top(self) -> bool:
         """Return whether this call's recorder and hooks are the innermost ones."""
         hooks = top_saved_tensors_hooks()
-        return (
-            self._recorder is not None
-            and self._recorder.is_innermost()
-            and hooks is not None
-            and getattr(hooks[0], "__self__", None) is self
-        )
+        owner = hooks and getattr(hooks[0], "__self__", None)
+        recorder = self._recorder
+        return owner is self and recorder is not None and recorder.is_innermost()
 
     def abandon(self) -> None:
         """Stop recording, and discard what was recorded."""
@@ -145,20 +143,29 @@ class ReplayFrame:
         """Stop and verify the recording; prepare the tensors that a replay may read."""
         recorder = self._recorder
         assert recorder is not None
-        tracker = recorder.recording.tracker
         try:
-            try:
-                recorder.finish()
-            finally:
-                # Restore the thread, whatever fails.
-                pop_saved_tensors_hooks()
-                self._recorder = self._function = None
-            self._settle(recorder)
+            recorder.finish()
+        except BaseException:
+            self._forget(recorder)
+            raise
         finally:
-            tracker.clear()
-            self._checks.recorder = self._outer = None
+            # Restore the thread, whatever fails.
+            pop_saved_tensors_hooks()
+            self._recorder = self._function = None
+        self._settle(recorder)
+
+    def _forget(self, recorder: Recorder) -> None:
+        recorder.recording.tracker.clear()
+        self._checks.recorder = self._outer = None
 
     def _settle(self, recorder: Recorder) -> None:
+        """Verify what was recorded; the thread is as it was before the call."""
+        try:
+            self._finish(recorder)
+        finally:
+            self._forget(recorder)
+
+    def _finish(self, recorder: Recorder) -> None:
         recording, outer = recorder.recording, self._outer
         policy = recording.policy
         following.arrive(recording)
