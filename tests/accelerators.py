@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from membudget import _torch_accelerator as accelerator
+from membudget.engine.replay import accelerated
 from membudget.state import rng
 from tests.devices import is_cpu
 
@@ -145,5 +146,7 @@ def pretend(
     monkeypatch.setattr(accelerator, "_module", lambda name: pretended.module)
     is_used: Callable[[], bool] = lambda: pretended.is_used  # noqa: E731
     monkeypatch.setattr(accelerator, "_asks_whether_in_use", lambda name: is_used)
+    # C++ asks torch itself for a stream, so that frames are made in Python.
+    monkeypatch.setattr(accelerated, "EXTENSION", [])
     rng._default_source.cache_clear()
     return pretended

@@ -166,7 +166,7 @@ def test_a_backward_pass_inside_a_region_does_not_wait_for_the_region(
     def never(seconds: float) -> None:
         raise AssertionError("it waited")
 
-    monkeypatch.setattr(isolation._REGISTRY.quiet, "wait", never)
+    monkeypatch.setattr(isolation.REGISTRY.quiet, "wait", never)
 
     def penalised(x: Tensor) -> Tensor:
         def inner(y: Tensor) -> Tensor:

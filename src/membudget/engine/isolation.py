@@ -41,6 +41,8 @@ class _Registry:
         threads: Identities of threads that entered regions, including those that left.
     """
 
+    __slots__ = ("lock", "owner", "quiet", "running", "shared", "threads")
+
     def __init__(self) -> None:
         self.owner = 0
         self.running = 0
@@ -50,7 +52,7 @@ class _Registry:
         self.lock = threading.Lock()
 
 
-_REGISTRY = _Registry()
+REGISTRY = _Registry()
 # `RLock` is a function, whose call takes as long as making the lock.
 Lock = type(threading.RLock())
 OPERATOR_LOCK = Lock()
@@ -62,7 +64,7 @@ def enter() -> bool:
     Returns:
         Whether the call to `enter` was counted; if so, the caller must call `leave`.
     """
-    registry = _REGISTRY
+    registry = REGISTRY
     me = threading.get_ident()
     # No call separates the test from the increment, so the GIL cannot switch threads.
     if not registry.shared and me == registry.owner:
@@ -73,7 +75,7 @@ def enter() -> bool:
 
 def leave() -> None:
     """Register that this thread left a region or recompute that `enter` counted."""
-    registry = _REGISTRY
+    registry = REGISTRY
     registry.running -= 1
     if registry.shared and registry.running <= 0:
         registry.quiet.set()
@@ -81,7 +83,7 @@ def leave() -> None:
 
 def is_shared() -> bool:
     """Return whether several threads run regions."""
-    return _REGISTRY.shared
+    return REGISTRY.shared
 
 
 def _enter_slowly(registry: _Registry, me: int) -> bool:

@@ -108,6 +108,7 @@ def _names() -> SimpleNamespace:
         NOTHING=NOTHING,
         OPEN_GROUPS=OPEN_GROUPS,
         RECOMPUTING=RECOMPUTING,
+        REGISTRY=isolation.REGISTRY,
         VISITORS=VISITORS,
         forward_ad=forward_ad,
         has_cuda_settings=torch.backends.cuda.is_built(),

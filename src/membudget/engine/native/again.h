@@ -5,7 +5,6 @@
 
 #include "generators.h"
 #include "rerun.h"
-#include "settings.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
@@ -35,9 +34,7 @@ inline bool has_ambient(PyObject* of) {
       is_shared_now()) {
     return false;
   }
-  int same = PyObject_RichCompareBool(ambient::settings.of(of), settings_now(), Py_EQ);
-  check(same);
-  return same == 1;
+  return has_settings(of);
 }
 
 // Whether `Surroundings.enter_ambient` would restore nothing but generators.

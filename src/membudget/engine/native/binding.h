@@ -131,6 +131,11 @@ inline PyObject* bind_rerun(PyObject*, PyObject* object) {
   release_in_time = names("release_in_time");
   isolation_enter = names("enter");
   isolation_leave = names("leave");
+  isolation_registry = names("REGISTRY");
+  registry_class.bind(
+      (PyObject*)Py_TYPE(isolation_registry),
+      {{"owner", &registry::owner}, {"running", &registry::running},
+       {"shared", &registry::shared}});
   bring_all_back = names("bring_all_back");
   code_slots = names("CODE_SLOTS");
   first_place = names("FIRST");

@@ -4,12 +4,11 @@
 
 #include <ATen/Parallel.h>
 
+#include "conditions.h"
 #include "draws.h"
 #include "operands.h"
 
 namespace membudget {
-
-inline PyObject *exit_name, *isolation_enter, *isolation_leave, *scope_class;
 
 // Notes the new content of memory that an operator wrote, as `Executor._note`.
 inline void note_written(PyObject* operation, PyObject* value, const Ref& written) {
@@ -88,41 +87,6 @@ inline void run(PyObject* of, PyObject* operation) {
     used(of, input);
   }
 }
-
-// A scope in which `Replayer._enter` has restored the settings of the forward.
-class Entered {
- public:
-  explicit Entered(PyObject* of) : scope_(Ref::made(PyObject_CallNoArgs(scope_class))) {
-    Ref::made(PyObject_CallOneArg(replayer::enter.of(of), scope_));
-  }
-  ~Entered() {
-    if (PyList_GET_SIZE((PyObject*)scope_) > 0) {
-      ErrorAside error;
-      Py_XDECREF(PyObject_CallMethodObjArgs(
-          scope_, exit_name, Py_None, Py_None, Py_None, nullptr));
-    }
-  }
-  Entered(const Entered&) = delete;
-
- private:
-  Ref scope_;
-};
-
-// As `isolation.enter` and `leave`.
-class Isolated {
- public:
-  Isolated() : counted_(Ref::made(PyObject_CallNoArgs(isolation_enter))) {}
-  ~Isolated() {
-    if (counted_ == Py_True) {
-      ErrorAside error;
-      Py_XDECREF(PyObject_CallNoArgs(isolation_leave));
-    }
-  }
-  Isolated(const Isolated&) = delete;
-
- private:
-  Ref counted_;
-};
 
 inline void run_path(PyObject* of, const std::vector<Ref>& path) {
   c10::AutoGradMode restored(at::GradMode::is_enabled());

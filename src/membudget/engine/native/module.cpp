@@ -216,8 +216,6 @@ PyObject* bind(PyObject*, PyObject* object) {
   find_operator = names("find_operator");
   operator_lock = names("OPERATOR_LOCK");
   first_task = PyLong_AsLong(names("FIRST_TASK"));
-  isolation_enter = names("enter");
-  isolation_leave = names("leave");
   scope_class = names("Scope");
   bind_tape(names);
   bind_tracking(names);

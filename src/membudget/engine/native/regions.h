@@ -43,11 +43,6 @@ inline Slot ambient, arguments, autocast, function, is_checked, is_lazy, needs_r
     noted, private_, random_log, reads, runs_torchscript, sources, stream, trainable;
 }
 
-inline Class ambient_class;
-namespace ambient {
-inline Slot context, dispatch_modes, function_modes, settings;
-}
-
 inline Class held_arguments;
 namespace given {
 inline Slot alone, args, is_nested, kwargs, others, tensors;

@@ -12,7 +12,7 @@ class Counted {
  public:
   explicit Counted(bool is_guarded)
       : thread_(Ref::made(PyLong_FromUnsignedLong(PyThread_get_thread_ident()))) {
-    is_counted_ = is_guarded && Ref::made(PyObject_CallNoArgs(isolation_enter)) == Py_True;
+    is_counted_ = is_guarded && enter_isolated();
     check(PyList_Append(recomputing, thread_));
   }
   ~Counted() {
@@ -22,7 +22,7 @@ class Counted {
       PySequence_DelItem(recomputing, place);
     }
     if (is_counted_) {
-      Py_XDECREF(PyObject_CallNoArgs(isolation_leave));
+      leave_isolated();
     }
   }
   Counted(const Counted&) = delete;

@@ -144,8 +144,6 @@ _BOUND: tuple[Any, ...] = (
         copy_of,
         end_trip,
         find_operator,
-        isolation.enter,
-        isolation.leave,
         share,
     ),
     *(CallStages, NativeReplayer, Sampling, Verified, current_stream),
