@@ -75,6 +75,8 @@ class Planned(Policy):
     Those that the plan offloads are held by an `Offload`, the others on the device.
 
     Attributes:
+        names: The overload that produces kept outputs, by the operator's number.
+        last: The number of the last such operator.
         differences: Number of calls whose operators differed from those in the plan.
     """
 
@@ -112,6 +114,8 @@ class Planned(Policy):
             for (number, output), by in offloaded.items()
             for place in in_place_or_not_at(number, output, kept[number, output])
         }
+        self.names = {number: name for (number, _), name in self._kept.items()}
+        self.last = max(self.names, default=0)
         self.made_for = made_for
         self.operators = operators
         self.stages = stages
@@ -125,7 +129,7 @@ class Planned(Policy):
 
     def begin(self) -> Policy:
         """Return a policy for one call of the region."""
-        return _PlannedCall(self, self._kept)
+        return _PlannedCall(self)
 
     def keeps(self, candidate: Candidate) -> Answer:
         """Return the plan's answer for an output, without checking other operators."""
@@ -133,6 +137,10 @@ class Planned(Policy):
         expected = self._kept.get(place)
         is_kept = expected is not None and _is(candidate.operator, expected)
         return is_kept and self.where(place)
+
+    def has(self, place: tuple[int, int]) -> bool:
+        """Return whether the plan names an output, whichever operator makes it."""
+        return place in self._kept
 
     def where(self, place: tuple[int, int]) -> Answer:
         """Return what holds a kept output: the device, or an `Offload`."""
@@ -160,15 +168,15 @@ class _PlannedCall(Policy):
 
     reads_arguments = False
 
-    def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):
+    def __init__(self, plan: Planned):
         self._plan = plan
         self.stages = plan.stages
         self.alignment = None if plan.sequence is None else Alignment(plan.sequence)
-        self._kept = kept
-        self._names = names = {number: name for (number, _), name in kept.items()}
+        self._names = plan.names
         self._is_strict = bool(plan.made_for and plan.stages)
-        self.numbers = None if self._is_strict else names
-        self._awaited = set(names)
+        self.numbers = None if self._is_strict else plan.names
+        self._met: set[int] = set()  # Operators of which the plan keeps an output,
+        self._followed = 0  # beside those that have run as in an earlier call.
         self._has_differed = False
 
     def keeps(self, candidate: Candidate) -> Answer:
@@ -181,12 +189,12 @@ class _PlannedCall(Policy):
             return False
         place = (number, candidate.output_index)
         if _is(candidate.operator, expected):
-            self._awaited.discard(number)
-            return place in self._kept and self._plan.where(place)
+            self._met.add(number)
+            return self._plan.has(place) and self._plan.where(place)
         if common_name(str(candidate.operator)) == common_name(expected):
             self._check_saves(candidate)
             # Its other outputs are not those of the plan's, and take few bytes.
-            self._awaited.discard(number)
+            self._met.add(number)
             return self._plan.where(place)
         self._differ(number, str(candidate.operator))
         return False
@@ -197,11 +205,11 @@ class _PlannedCall(Policy):
         return has_left or self._has_differed
 
     def followed(self, operators: int) -> None:
-        self._awaited = {number for number in self._awaited if number > operators}
+        self._followed = operators
 
     def end(self, operators: int) -> None:
-        if self._awaited:
-            self._differ(min(self._awaited), "absent")
+        if self._followed < self._plan.last and (absent := self._absent()):
+            self._differ(min(absent), "absent")
         elif self.alignment is not None and self.alignment.has_left:
             self._count()
         # Numbers that are shifted may name an operator of the same kind.
@@ -210,6 +218,10 @@ class _PlannedCall(Policy):
                 f"a region runs {self._plan.operators} operators; here it runs "
                 f"{operators}"
             )
+
+    def _absent(self) -> set[int]:
+        """Return the operators of which the plan keeps an output that have not run."""
+        return {n for n in self._names if n > self._followed} - self._met
 
     def _check_saves(self, candidate: Candidate) -> None:
         """Raise where stages count what is saved: another kernel may save more."""
