@@ -204,9 +204,11 @@ class ReplayFrame:
         with self._lock:
             recorder = self._recorder
             if recorder is None:
-                self._checks.check_version(handle)
+                if handle.saved_version is not None:
+                    self._checks.check_version(handle.saved_version)
                 tensor = self._take(handle, bool(OPEN_GROUPS))
-                self._checks.check(handle, tensor, self._replayer)
+                if handle.fingerprint is not None:
+                    self._checks.check(handle, tensor, self._replayer)
                 return tensor
             # The function runs a backward of its own, inside the forward.
             self.note_backward_inside()
@@ -231,8 +233,9 @@ class ReplayFrame:
     def _take(self, handle: ReplayHandle, stays: bool) -> Tensor:
         replayer = self._replayer
         # Fast path: no region to enter, nothing to catch.
-        if replayer.is_ready(handle):
-            return replayer.take(handle, stays)
+        ready = replayer.take_ready(handle, stays)
+        if ready is not None:
+            return ready
         before = replayer.plans_run
         try:
             counted = isolation.enter()
