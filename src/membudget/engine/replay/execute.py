@@ -92,7 +92,8 @@ def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -
     # No other thread may draw while the generator is rewound.
     with isolation.OPERATOR_LOCK:
         now = source.note()
-        source.bring_back(noted)
+        if now is not noted:  # They may still be equal.
+            source.write(noted[1])
         try:
             return operation.operator(*args, **kwargs)
         finally:
