@@ -254,11 +254,9 @@ def detach_with_version(tensor: Tensor) -> Tensor:
 
     Inside a dispatch mode, plain `detach` would give the alias a new version counter.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False):
+    key = torch._C.DispatchKey.ADInplaceOrView
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):
         return tensor.detach()
-
-
-_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 
 
 # Run operators as a dispatch mode sees them, below autograd and autocast.
