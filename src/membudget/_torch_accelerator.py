@@ -55,7 +55,7 @@ def is_in_use() -> bool:
 
 def is_on_accelerator(device: torch.device) -> bool:
     """Return whether a device is one of the accelerator's."""
-    return device.type not in ("cpu", "meta")
+    return device != HOST and device.type not in ("cpu", "meta")  # A name takes 0.2 µs.
 
 
 def counts_on(device: torch.device, other: torch.device) -> bool:

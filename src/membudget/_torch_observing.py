@@ -43,7 +43,7 @@ _OBSERVED: set[Any] = set()
 
 
 def observe_operators(kernel: Callable[..., Any]) -> None:
-    """Route operators of observed threads to `kernel(operator, *args, **kwargs)`.
+    """Route operators of observed threads to `kernel(operator, args, kwargs)`.
 
     Each call registers `kernel` for operators defined since the last call. A fallback
     kernel alone is not enough: torch (2.13) looks up each operator's own kernel if a
@@ -71,8 +71,12 @@ def _defined() -> tuple[int, ...]:
 
 def _observe_new(kernel: Callable[..., Any]) -> None:
     """Register `kernel` for the operators that have none of ours."""
+
+    def called(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return kernel(operator, args, kwargs)
+
     if not _LIBRARIES:
-        _library("_").fallback(kernel, "Fake")
+        _library("_").fallback(called, "Fake")
     names = [
         name for name in torch._C._dispatch_get_all_op_names() if name not in _OBSERVED
     ]
@@ -84,7 +88,7 @@ def _observe_new(kernel: Callable[..., Any]) -> None:
     for operator in list(torch._ops._higher_order_ops.values()):
         if operator not in _OBSERVED:
             _OBSERVED.add(operator)
-            operator.py_impl(_OBSERVERS)(partial(kernel, operator))
+            operator.py_impl(_OBSERVERS)(partial(called, operator))
 
 
 _LOCK = threading.RLock()
@@ -116,7 +120,7 @@ def _observe_operator(name: str, kernel: Callable[..., Any]) -> None:
         nonlocal operator
         if operator is None:  # Looking up all operators takes 0.5 s.
             operator = operator_of(name)
-        return kernel(operator, *args, **kwargs)
+        return kernel(operator, args, kwargs)
 
     # `Library.impl` checks for a duplicate kernel, which takes 100 µs each.
     _library(namespace).m.impl(rest, "Fake", observed, False)

@@ -64,7 +64,7 @@ from membudget._torch_observing import (
 )
 
 
-class _Thread(threading.local):
+class _Thread:
     """The observers of one thread.
 
     Attributes:
@@ -74,6 +74,8 @@ class _Thread(threading.local):
         depth: Number of observers in `stack` that have yet to see the current operator.
     """
 
+    __slots__ = ("all", "depth", "inherited", "stack")
+
     def __init__(self) -> None:
         self.all: list[Observer] = []
         self.stack: list[Observer] = []
@@ -81,7 +83,14 @@ class _Thread(threading.local):
         self.depth = 0
 
 
-OBSERVERS = _Thread()
+class _Local(threading.local):
+    """Holds the thread's observers: one slow look-up for each operator."""
+
+    def __init__(self) -> None:
+        self.thread = _Thread()
+
+
+OBSERVERS = _Local()
 
 
 class Observer:
@@ -109,12 +118,12 @@ class Observer:
             self._mode.__enter__()
         else:
             self._enter_key()
-        OBSERVERS.all.append(self)
+        OBSERVERS.thread.all.append(self)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Stop observing."""
-        OBSERVERS.all.remove(self)
+        OBSERVERS.thread.all.remove(self)
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
@@ -128,10 +137,10 @@ class Observer:
     def is_innermost(self) -> bool:
         """Return whether no other observer or mode was entered inside this one."""
         on_modes = self._modes + (self._mode is not None)
-        return OBSERVERS.all[-1:] == [self] and dispatch_mode_count() == on_modes
+        return OBSERVERS.thread.all[-1:] == [self] and dispatch_mode_count() == on_modes
 
     def _enter_key(self) -> None:
-        thread = OBSERVERS
+        thread = OBSERVERS.thread
         observe_operators(observed)
         self._before = thread.depth, is_observing_excluded()
         if not thread.stack:
@@ -147,7 +156,7 @@ class Observer:
         exclude_observers(False)
 
     def _leave_key(self) -> None:
-        thread = OBSERVERS
+        thread = OBSERVERS.thread
         thread.stack.remove(self)
         thread.depth, excluded = self._before
         _watch(thread)
@@ -211,14 +220,14 @@ def accelerate(
 
 def observers() -> tuple[Observer, ...]:
     """Return the observers of this thread, outermost first."""
-    return tuple(OBSERVERS.all)
+    return tuple(OBSERVERS.thread.all)
 
 
-def observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+def observed(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Pass an operator call to the innermost observer that has not seen it yet."""
     if operator is EQUAL or operator is ITEM:
         args = _as_tensors(args)
-    thread = OBSERVERS
+    thread = OBSERVERS.thread
     depth = thread.depth
     if not depth:
         return _observed_elsewhere(operator, args, kwargs)
@@ -255,13 +264,13 @@ def _observed_elsewhere(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any
     If the current thread has observers, the call comes from inside a kernel that reset
     the thread's dispatch state; such a call is not observed.
     """
-    thread = OBSERVERS
+    thread = OBSERVERS.thread
     inherited = None if thread.stack else inherited_by_autograd()
     if not inherited:
         return _unobserved(operator, args, kwargs)
     own, thread.stack, thread.depth = thread.stack, inherited, len(inherited)
     try:
-        return observed(operator, *args, **kwargs)
+        return observed(operator, args, kwargs)
     finally:
         thread.stack, thread.depth = own, 0
 

@@ -208,7 +208,7 @@ def decides(facts: OperatorFacts, read: Iterable[Any], made: Iterable[Any]) -> b
     """
     return (
         not facts.is_random
-        and any(dtype in WHOLE for dtype in made)
+        and not WHOLE.isdisjoint(made)
         and any(d.is_floating_point or d.is_complex for d in read)
     )
 

@@ -24,7 +24,7 @@ import torch
 from torch import Generator, Tensor
 
 from membudget._torch import current_graph_task_id, is_random_operator
-from membudget._torch_accelerator import HOST, is_on_accelerator, waits_in_backward
+from membudget._torch_accelerator import HOST, waits_in_backward
 from membudget._torch_accelerator import generator_of as default_generator_of
 from membudget.observer import Observer
 
@@ -168,14 +168,13 @@ def generator_of(args: Any, kwargs: Any) -> Generator:
     Raises:
         CheckpointError: If the state of the generator cannot be read.
     """
-    leaves = (*args, *kwargs.values())  # No schema nests a generator.
-    devices = []
-    for leaf in leaves:
-        if isinstance(leaf, Generator):
-            return leaf
+    device = HOST
+    for leaf in (*args, *kwargs.values()):  # No schema nests a generator.
         if isinstance(leaf, Tensor):
-            devices.append(leaf.device)
+            if device == HOST:  # Beside tensors on a device, it is a number.
+                device = leaf.device
+        elif isinstance(leaf, Generator):
+            return leaf
     if kwargs.get("device") is not None:
-        devices = [torch.device(kwargs["device"])]
-    # Beside tensors on a device, an operand on the CPU is a number.
-    return default_generator_of(next(filter(is_on_accelerator, devices), HOST))
+        device = torch.device(kwargs["device"])
+    return default_generator_of(device)

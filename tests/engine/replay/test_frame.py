@@ -57,6 +57,16 @@ def test_what_the_function_reaches_is_named_by_its_path(key):
         loss.backward()
 
 
+@pytest.mark.parametrize("then", [torch.clone, torch.sin], ids=["saved", "read"])
+def test_a_parameter_without_memory_is_refused_by_an_error_that_says_why(then):
+    x = torch.ones(3, requires_grad=True)
+    weight = nn.Parameter(torch.ones(3))
+    loss = replay(verify=False)(lambda x: then(x * weight))(x).sum()
+    weight.untyped_storage().resize_(0)  # As FSDP does after the forward.
+    with pytest.raises(mb.CheckpointError, match="whose memory FSDP has freed"):
+        loss.backward()
+
+
 class Slotted:
     """A function to which nothing can refer weakly."""
 

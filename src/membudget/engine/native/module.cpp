@@ -135,7 +135,7 @@ void bind_frame_parts(const Names& names) {
   native_replayer.bind(names("NativeReplayer"), {});
   verified_class.bind(
       names("Verified"),
-      {{"calls", &verified::calls}, {"has_subclasses", &verified::has_subclasses},
+      {{"_by_sizes", &verified::by_sizes}, {"calls", &verified::calls}, {"has_subclasses", &verified::has_subclasses},
        {"is_pending", &verified::is_pending}, {"is_sampled", &verified::is_sampled},
        {"paths", &verified::paths}, {"routes", &verified::routes}, {"sampling", &verified::sampling},
        {"unrepeatable", &verified::unrepeatable}});
@@ -155,6 +155,9 @@ void bind_frame_parts(const Names& names) {
   observe_operators = names("observe_operators");
   observed_by_python = names("observed");
   observers_of_thread = names("OBSERVERS");
+  observing_thread.bind(
+      (PyObject*)Py_TYPE((PyObject*)attribute(observers_of_thread, thread_name)),
+      {{"all", &observing::all}, {"depth", &observing::depth}, {"stack", &observing::stack}});
   operator_conditions = names("operator_conditions");
   routes_of = names("routes_of");
   set_out_in_python = names("set_out");
@@ -167,9 +170,9 @@ void bind_frame_parts(const Names& names) {
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
 const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"_before", &before_name}, {"_leave_path", &leave_path_name}, {"_settle", &settle_name},
-    {"abandon", &abandon_name}, {"all", &all_name}, {"depth", &depth_name},
-    {"end", &end_name}, {"stack", &stack_name}, {"__enter__", &enter_name}, {"alignment", &alignment_name},
-    {"count", &count_name}, {"device", &device_name},
+    {"abandon", &abandon_name}, {"end", &end_name}, {"thread", &thread_name},
+    {"__enter__", &enter_name}, {"alignment", &alignment_name},
+    {"choose_routes", &choose_routes_name}, {"count", &count_name}, {"device", &device_name},
     {"enter_for_operators", &enter_for_operators_name}, {"hooks", &hooks_name},
     {"key", &key_name}, {"names", &names_name}, {"numbers", &numbers_name},
     {"postponed", &postponed_name}, {"reads_arguments", &reads_arguments_name},

@@ -12,9 +12,13 @@ namespace membudget {
 
 inline PyObject *nothing_before, *observe_operators, *observed_by_python, *observers_of_thread,
     *set_out_in_python;
-inline PyObject *abandon_name, *all_name, *before_name, *depth_name, *end_name, *enter_name,
-    *settle_name, *stack_name;
+inline PyObject *abandon_name, *before_name, *end_name, *enter_name, *settle_name, *thread_name;
 inline std::string shared_observers;
+
+inline Class observing_thread;
+namespace observing {
+inline Slot all, depth, stack;
+}
 
 // Whether a thread has no observers, and its autograd threads know where it would have them.
 inline bool is_unobserved(PyObject* stack) {
@@ -24,22 +28,19 @@ inline bool is_unobserved(PyObject* stack) {
       Shared::get(shared_observers)->ptr(getPyInterpreter()) == stack;
 }
 
-inline void set_depth(long depth) {
-  check(PyObject_SetAttr(observers_of_thread, depth_name, number(depth)));
-}
-
 // As `Observer.__enter__`.
 inline void enter(PyObject* recorder) {
-  Ref stack = attribute(observers_of_thread, stack_name);
+  Ref thread = attribute(observers_of_thread, thread_name);
+  PyObject* stack = observing::stack.of(thread);
   if (!is_unobserved(stack) || attribute(recorder, sees_subclasses_name) == Py_True) {
     call(recorder, enter_name);
     return;
   }
   Ref::made(PyObject_CallOneArg(observe_operators, observed_by_python));
   check(PyObject_SetAttr(recorder, before_name, nothing_before));
-  check(PyList_Append(attribute(observers_of_thread, all_name), recorder));
+  check(PyList_Append(observing::all.of(thread), recorder));
   check(PyList_Append(stack, recorder));
-  set_depth(1);
+  observing::depth.set_number(thread, 1);
   this_thread.recorder = recorder;
   c10::impl::tls_set_dispatch_key_included(observed_key, true);
 }
@@ -56,15 +57,15 @@ inline void pop_last(PyObject* list) {
 
 // As `Observer.__exit__`.
 inline void exit(PyObject* recorder) {
-  Ref all = attribute(observers_of_thread, all_name);
-  Ref stack = attribute(observers_of_thread, stack_name);
+  Ref thread = attribute(observers_of_thread, thread_name);
+  PyObject *all = observing::all.of(thread), *stack = observing::stack.of(thread);
   if (!is_only(stack, recorder) || !is_only(all, recorder)) {
     call(recorder, exit_name, Py_None, Py_None, Py_None);
     return;
   }
   pop_last(all);
   pop_last(stack);
-  set_depth(0);
+  observing::depth.set(thread, zero);
   this_thread.recorder = nullptr;
   c10::impl::tls_set_dispatch_key_excluded(observed_key, false);
   c10::impl::tls_set_dispatch_key_included(observed_key, false);

@@ -87,21 +87,21 @@ class Tracker:
     def mark_read(self, tensor: Tensor, entry: LiveTensor) -> TapeValue:
         """Mark the tape value in `entry` as needed for a replay, and return it."""
         value = entry.value
-        root = value.root or value
-        if is_empty(root):
-            # It is read although no observed operator wrote it.
-            entry = self.hold_memory(tensor, entry)
-            value = root = entry.value
         if not value.is_used:
+            if is_empty(value):
+                # It is read although no observed operator wrote it.
+                value = self.hold_memory(tensor, entry).value
             value.is_used = True
             self._need(value)
-            self._need(root)
+            if value.root is not None:
+                self._need(value.root)
         return value
 
     def _need(self, value: TapeValue) -> None:
         if not value.is_needed:
             value.is_needed = True
-            self.note_source(value)
+            if value.operation is None:
+                self.sources.append(ref(value))
 
     def enter(
         self, tensor: Tensor, value: TapeValue, memory: RecordedMemory, address: int
@@ -147,7 +147,7 @@ class Tracker:
         else:
             memory = RecordedMemory(None)
         if memory.root is None:
-            value = self._source(tensor, memory)
+            value = self._source(tensor, memory, address)
             return self.enter(tensor, value, memory, address)
         if place is not None and (entry is None or entry.memory is not memory):
             entry = place.entry_like(tensor)
@@ -160,7 +160,7 @@ class Tracker:
             # `as_strided` cannot rebuild this alias from the root, e.g. another dtype.
             memory.root = None
             memory.epoch += 1
-            value = self._source(tensor, memory)
+            value = self._source(tensor, memory, address)
         return self.enter(tensor, value, memory, address)
 
     def know(self, tensor: Tensor, value: TapeValue) -> None:
@@ -252,20 +252,22 @@ class Tracker:
         if value.is_needed and value.operation is None:
             self.sources.append(ref(value))
 
-    def _source(self, tensor: Tensor, memory: RecordedMemory) -> TapeValue:
+    def _source(
+        self, tensor: Tensor, memory: RecordedMemory, address: int
+    ) -> TapeValue:
         source = TapeValue(None)
         source.is_input = True
         source.hold(held := alias(tensor))
         if held is tensor:
             # The function may exchange it by `.data =`.
-            source.address = address_of(tensor)
-        # A parameter is not running state, although FSDP rewrites it in every forward.
-        # For a view, ask its base: `is_leaf` of a view rebuilds its history, which
-        # raises if the view was made and its base written in different grad modes.
-        base = tensor if tensor._base is None else tensor._base
-        source.is_state = (
-            memory.is_state and base.is_leaf and not isinstance(base, Parameter)
-        )
+            source.address = address
+        if memory.is_state:
+            # A parameter is not running state, although FSDP rewrites it in every
+            # forward. For a view, ask its base: `is_leaf` of a view rebuilds its
+            # history, which raises if the view was made and its base written in
+            # different grad modes.
+            base = tensor if tensor._base is None else tensor._base
+            source.is_state = base.is_leaf and not isinstance(base, Parameter)
         memory.add_source(source)
         return source
 

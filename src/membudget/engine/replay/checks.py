@@ -135,11 +135,13 @@ class Checks:
         recording = recorder.recording
         if recording.path is not None:
             recording.recent.append((handle, tensor))
-        self._add(recorder, handle, tensor)
-        if self.verified is not None and is_subclass(tensor):
-            self.verified.has_subclasses = True
+        if self._originals is not None or recorder.fingerprinter is not None:
+            self._add(recorder, handle, tensor)
+        verified = self.verified
+        if verified is not None and is_subclass(tensor):
+            verified.has_subclasses = True
         # Later calls on a verified path skip this check, to save time.
-        is_first = self.verified is not None and recording.path is None
+        is_first = verified is not None and recording.path is None
         if is_first or self._is_strict:
             handle.saved_version = _saved_version(tensor)
 
@@ -213,8 +215,8 @@ class Checks:
             BackwardComparison(self.verified, ()).check(handle, tensor, replayer)
 
     def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
-        """Compare a recomputed tensor with its fingerprint from the forward, if any."""
-        if handle.fingerprint is None or self._comparison is None:
+        """Compare a recomputed tensor with its fingerprint from the forward."""
+        if self._comparison is None:
             return
         try:
             self._comparison.compare(handle, tensor, replayer)
@@ -226,14 +228,13 @@ class Checks:
         if self._statistics is not None:
             self._statistics.unrepeatable = len(verified.unrepeatable)
 
-    def check_version(self, handle: ReplayHandle) -> None:
+    def check_version(self, saved: SavedVersion) -> None:
         """Check a saved tensor's version counter, as autograd does without hooks.
 
         Raises:
             ChangedSinceForwardError: If the tensor was overwritten and `strict` is set.
         """
-        saved = handle.saved_version
-        if saved is None or not saved.has_moved():
+        if not saved.has_moved():
             return
         if self._is_strict:
             raise overwritten_error("a saved tensor")

@@ -92,7 +92,8 @@ def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -
     # No other thread may draw while the generator is rewound.
     with isolation.OPERATOR_LOCK:
         now = source.note()
-        source.bring_back(noted)
+        if now is not noted:  # They may still be equal.
+            source.write(noted[1])
         try:
             return operation.operator(*args, **kwargs)
         finally:
@@ -137,8 +138,10 @@ class Executor:
         if operation.is_view and self._is_made(operation):
             return  # Run early, for a write to what it is a view of.
         bases = self._bases(operation) if operation.targets else _NO_BASES
-        args = [self._argument(a, bases) for a in operation.args]
-        kwargs = operation.kwargs
+        recorded, kwargs = operation.arguments()
+        args = [
+            self._argument(a, bases) if type(a) in _STANDING_IN else a for a in recorded
+        ]
         if kwargs:
             kwargs = {n: self._argument(a, bases) for n, a in kwargs.items()}
         if operation.is_foreign:
@@ -156,15 +159,13 @@ class Executor:
 
     def _is_made(self, operation: Operation) -> bool:
         """Return whether the plan needs no more of an operation's outputs."""
-        outputs = (reference() for reference in operation.outputs)
-        return not any(
-            value.operation is operation
-            and value.plan == self._plan
-            and value.uses > 0
-            and value.tensor is None
-            for value in outputs
-            if value is not None
-        )
+        for reference in operation.outputs:
+            value = reference()
+            if value is None or value.tensor is not None or value.plan != self._plan:
+                continue
+            if value.uses > 0 and value.operation is operation:
+                return False
+        return True
 
     def _note(
         self, operation: Operation, output: Any, bases: dict[TapeValue, Tensor]
@@ -277,8 +278,12 @@ class Executor:
         value.uses -= 1
         if value.root is not None:
             value.root.view_uses -= 1
-        if value.uses > 0 or value.is_held() or self._is_unpacked_for_all(value):
+        if value.uses > 0:
             return
+        if value.operation is None and (
+            value.packed is None or self._is_unpacked_for_all(value)
+        ):
+            return  # It is held.
         value.tensor = None
         # The value references its inputs, which must be freed with its last handle.
         self._memoised.pop(value, None)
@@ -290,3 +295,4 @@ class Executor:
 
 
 _NO_BASES: dict[Any, Tensor] = {}
+_STANDING_IN = frozenset((TapeValue, list, Scratch, Outline))  # For arguments.

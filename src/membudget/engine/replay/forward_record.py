@@ -75,9 +75,8 @@ class ForwardRecord:
     ):
         """Create an empty record; `decisions` caches policy decisions by operator."""
         self.tracker = Tracker()
-        self.number = self.place = 0
+        self.number = self.place = self.kept = 0
         self.names = None if policy.alignment is None else policy.alignment.names
-        self.kept = 0
         self.path: OperatorPath | None = None
         self.recent: list[tuple[ReplayHandle, Tensor]] = []
         self.taken: list[Any] | None = None
@@ -102,8 +101,7 @@ class ForwardRecord:
         """
         number = self.number
         self.number = number + 1
-        path = self.path
-        if path is not None:
+        if (path := self.path) is not None:
             # Identity suffices: facts are cached by operator.
             if number >= len(path) or path[number] is not facts:
                 self.taken = [*path[:number], facts]
@@ -113,14 +111,16 @@ class ForwardRecord:
             self.recent.clear()
         elif self.taken is not None:
             self.taken.append(facts)
-        self.align(common_name(str(operator)) if facts is None else facts.name)
+        if self.names is None:
+            self.place = number + 1
+        else:
+            self.align(common_name(str(operator)) if facts is None else facts.name)
 
     def align(self, name: str) -> None:
         """Number the latest operator for the policy, by its common name."""
         alignment, place = self.policy.alignment, self.place
-        if alignment is None:
-            self.place = self.number
-        elif place < len(alignment.names) and alignment.names[place] is name:
+        assert alignment is not None, "there are names"
+        if place < len(alignment.names) and alignment.names[place] is name:
             self.place = place + 1
         else:
             self.place = alignment.number_of(
@@ -152,8 +152,7 @@ class ForwardRecord:
 
     def join(self, tensor: Tensor) -> None:
         """Let work that is launched now read what any stream of the region made."""
-        now = stream_of(tensor.device) if self.streams else None
-        if now is not None:
+        if self.streams and (now := stream_of(tensor.device)) is not None:
             for stream in (self.stream, *self.streams):
                 now.wait_stream(stream)
             tensor.record_stream(now)
@@ -179,7 +178,8 @@ class ForwardRecord:
                 or entry.address != address
             ):
                 entry = tracker.meet(tensor, entry)
-            recorded[position] = tracker.mark_read(tensor, entry)
+            is_used = (value := entry.value).is_used
+            recorded[position] = value if is_used else tracker.mark_read(tensor, entry)
             addresses.append(address)
         return addresses
 
@@ -196,8 +196,8 @@ class ForwardRecord:
         outputs = flat_outputs(output)
         operation.decides |= len(outputs) > 1 and decides(
             facts,
-            [t.dtype for t in tensors_in(args)],
-            [t.dtype for t in tensors_in(outputs)],
+            (t.dtype for t in tensors_in(args)),
+            (t.dtype for t in tensors_in(outputs)),
         )
         for index, item in enumerate(outputs):
             if not isinstance(item, Tensor) or id(item) in table:
@@ -247,9 +247,9 @@ class ForwardRecord:
         """Return whether an output is kept instead of recomputed, and where."""
         if self._unrepeatable and (self.place, index) in self._unrepeatable:
             return True
-        operator = operation.operator
         if operation.decides or self._decides(facts, args, output):
             return True
+        operator = operation.operator
         decided = self.decided(facts, operator)
         if decided is None:  # The policy needs more than the operator.
             place = (self.place, index, self._module_path)
@@ -274,7 +274,7 @@ class ForwardRecord:
 
     def _decides(self, facts: OperatorFacts, args: Any, output: Tensor) -> bool:
         if output.dtype in WHOLE:
-            return decides(facts, [t.dtype for t in tensors_in(args)], [output.dtype])
+            return decides(facts, (t.dtype for t in tensors_in(args)), [output.dtype])
         return facts.is_copy and leaves_device(tensors_in(args), output)
 
     def run(

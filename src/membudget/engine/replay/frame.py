@@ -72,9 +72,7 @@ class ReplayFrame:
         tensors = list(tensors_in([*args, *kwargs.values()]))
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
         self._inputs = None if options.offload is None else options.offload.hooks
-        known = None
-        if options.verify:
-            known = verified(options, function, args, kwargs)
+        known = verified(options, function, args, kwargs) if options.verify else None
         unrepeatable = set() if known is None else known.unrepeatable
         policy = options.policy.begin()
         label = statistics.label if statistics is not None else ""
@@ -123,9 +121,8 @@ class ReplayFrame:
 
     def is_on_top(self) -> bool:
         """Return whether this call's recorder and hooks are the innermost ones."""
-        hooks = top_saved_tensors_hooks()
+        hooks, recorder = top_saved_tensors_hooks(), self._recorder
         owner = hooks and getattr(hooks[0], "__self__", None)
-        recorder = self._recorder
         return owner is self and recorder is not None and recorder.is_innermost()
 
     def abandon(self) -> None:
@@ -211,9 +208,11 @@ class ReplayFrame:
         with self._lock:
             recorder = self._recorder
             if recorder is None:
-                self._checks.check_version(handle)
+                if handle.saved_version is not None:
+                    self._checks.check_version(handle.saved_version)
                 tensor = self._take(handle, bool(OPEN_GROUPS))
-                self._checks.check(handle, tensor, self._replayer)
+                if handle.fingerprint is not None:
+                    self._checks.check(handle, tensor, self._replayer)
                 return tensor
             # The function runs a backward of its own, inside the forward.
             self.note_backward_inside()
@@ -238,8 +237,9 @@ class ReplayFrame:
     def _take(self, handle: ReplayHandle, stays: bool) -> Tensor:
         replayer = self._replayer
         # Fast path: no region to enter, nothing to catch.
-        if replayer.is_ready(handle):
-            return replayer.take(handle, stays)
+        ready = replayer.take_ready(handle, stays)
+        if ready is not None:
+            return ready
         before = replayer.plans_run
         try:
             counted = isolation.enter()

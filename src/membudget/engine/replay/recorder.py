@@ -61,8 +61,8 @@ class Recorder(Observer):
         facts = facts_of(operator)
         if facts is not None and facts.is_query:
             return operator(*args, **kwargs)
-        recording = self.recording
-        recording.leave_route()
+        if (recording := self.recording).trip is not None:
+            recording.leave_route()
         if facts is None or facts.is_numbered:
             recording.advance(facts, operator)
         if facts is None or facts.is_opaque or self.opaque_depth:
@@ -82,10 +82,10 @@ class Recorder(Observer):
     def _run_by_kind(
         self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if facts.is_foreign and func in FAULTY:
-            return self._run_opaque(func, facts, args, kwargs)
         if facts.is_plain_view:
             return self._run_view(func, facts, args, kwargs)
+        if facts.is_foreign and func in FAULTY:
+            return self._run_opaque(func, facts, args, kwargs)
         if facts.is_in_place:
             return run_in_place(self.recording, func, facts, args, kwargs)
         if facts.is_empty:
@@ -95,18 +95,18 @@ class Recorder(Observer):
 
     def handle(self, tensor: Tensor) -> ReplayHandle:
         """Return the handle that autograd stores for a saved tensor."""
-        handle = ReplayHandle()
-        entry = self.recording.tracker.entry(tensor)
+        handle, tracker = ReplayHandle(), self.recording.tracker
+        entry = tracker.entry(tensor)
         is_strided = tensor.is_nested and tensor.layout is not torch.jagged
         if is_strided and entry.value.operation is not None:
             # It cannot be compared: torch exposes none of its sizes.
-            self.recording.tracker.hold_value(tensor, entry)
+            tracker.hold_value(tensor, entry)
         if is_empty(entry.value):
             # Either the saving operator will fill it (RReLU its noise), or code that
             # cannot be observed has done so.
             self._late.append((handle, tensor))
         else:
-            handle.value = self.recording.tracker.mark_read(tensor, entry)
+            handle.value = tracker.mark_read(tensor, entry)
         return handle
 
     def settle(self) -> None:

@@ -29,6 +29,7 @@ from membudget._torch import (
     set_grad_enabled,
 )
 from membudget._torch_accelerator import current_stream, enter_stream
+from membudget.engine.replay.execute import is_freed_parameter
 from membudget.engine.replay.lending import lend, lend_inputs
 from membudget.engine.replay.shared_memory import is_read_by, sharing
 from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
@@ -63,14 +64,19 @@ class Replayer(UseCounter):
         self._task = -1  # The backward for which the plan was made.
         self.trip: Any = None
 
-    def is_ready(self, handle: ReplayHandle) -> bool:
-        """Return whether a handle's tensor is in memory, unchanged and ready to use."""
+    def take_ready(self, handle: ReplayHandle, stays: bool) -> Tensor | None:
+        """Return a handle's tensor if nothing has to be planned, run or refused."""
         value = handle.value
-        return value.tensor is not None and (
-            handle.served != self._plan and self._stage in (-1, handle.stage)
-            if not value.is_held()
-            else value.version == version_of(value.tensor)
-        )
+        tensor = value.tensor
+        if tensor is None:
+            return None
+        if value.is_held():
+            is_same = value.version == version_of(tensor)
+            return tensor if is_same and not is_freed_parameter(tensor) else None
+        is_of_stage = self._stage == -1 or (self._stage == handle.stage and not stays)
+        if handle.served == self._plan or not is_of_stage:
+            return None
+        return self._serve(handle, tensor, stays)
 
     def take(self, handle: ReplayHandle, stays: bool) -> Tensor:
         """Return a handle's tensor; with `stays`, keep it for another backward pass."""
@@ -85,8 +91,11 @@ class Replayer(UseCounter):
             if self._task != current_graph_task_id():
                 self._make_plan(stage)
             self._materialise(value)
-        tensor = value.tensor
-        assert tensor is not None
+        assert value.tensor is not None
+        return self._serve(handle, value.tensor, stays)
+
+    def _serve(self, handle: ReplayHandle, tensor: Tensor, stays: bool) -> Tensor:
+        value = handle.value
         if self.stream is not None:
             lend(value, self.stream)
         if stays:
@@ -170,8 +179,6 @@ class Replayer(UseCounter):
             path = self._path_to(value)
             assert path is not None
         operations, packed = path
-        # A new thread would use all cores for matrix products until it has asked once.
-        torch.get_num_threads()
         for source in packed:
             self._source(source)  # Above autograd, because an outer region may rerun.
         self._count_run()
@@ -179,13 +186,18 @@ class Replayer(UseCounter):
             with BelowAutograd():  # Views compute nothing, so no setting matters.
                 self._run_all(operations)
             return
+        # A new thread would use all cores for matrix products until it has asked once.
+        torch.get_num_threads()
         with Scope() as scope, BelowAutograd(), WithoutAutocast():
             self._enter(scope)
             for (dtype, stream), group in groupby(operations, key=_CONDITIONS):
                 run = list(group)
-                if dtype is not torch.get_default_dtype():
-                    scope.callback(torch.set_default_dtype, torch.get_default_dtype())
+                if dtype is not (before := torch.get_default_dtype()):
+                    scope.callback(torch.set_default_dtype, before)
                     torch.set_default_dtype(dtype)
+                if self.stream is None:
+                    self._run_all(run)
+                    continue
                 with Scope() as on_stream:
                     if stream is not None:
                         enter_stream(stream, on_stream)
@@ -194,10 +206,12 @@ class Replayer(UseCounter):
 
     def _run_all(self, operations: list[Operation]) -> None:
         """Run operations again, each in the grad mode of its forward."""
-        before = torch.is_grad_enabled()
+        before = is_enabled = torch.is_grad_enabled()
         try:
             for operation in operations:
-                set_grad_enabled(operation.grad_enabled)
+                if operation.grad_enabled is not is_enabled:
+                    is_enabled = operation.grad_enabled
+                    set_grad_enabled(is_enabled)
                 self._run(operation)
         finally:
             set_grad_enabled(before)
@@ -227,12 +241,10 @@ class Replayer(UseCounter):
             operation = value.operation
             if operation is None:
                 packed.append(value)
-                continue
-            if id(operation) in operations:
-                continue
-            operations[id(operation)] = operation
-            wanted += [v for v in operation.inputs() if v.tensor is None]
-        return sorted(operations.values(), key=attrgetter("number")), packed
+            elif operation.number not in operations:
+                operations[operation.number] = operation
+                wanted += [v for v in operation.inputs() if v.tensor is None]
+        return [operations[number] for number in sorted(operations)], packed
 
 
 _CONDITIONS = attrgetter("default_dtype", "stream")

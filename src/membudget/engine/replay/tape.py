@@ -173,27 +173,33 @@ class Operation:
             root.add_view(reference)
         return value
 
+    def arguments(self) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments, by position and by name, with values for tensors."""
+        if self._args is None:
+            self._args, self._kwargs = self.native.arguments(self._inputs)
+        return self._args, self._kwargs
+
     @property
     def args(self) -> Any:
         """Positional arguments, with tape values in place of tensors."""
-        if self._args is None:
-            self._args, self._kwargs = self.native.arguments(self._inputs)
-        return self._args
+        return self.arguments()[0]
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments, with tape values in place of tensors."""
-        _ = self.args
-        return self._kwargs
+        return self.arguments()[1]
 
     def inputs(self) -> list[TapeValue]:
         """Return the values read, and the storage's value for each written argument."""
-        if self._inputs is None:
-            written = [root for root, _ in self.targets]
+        found = self._inputs
+        if found is None:
+            written = [root for root, _ in self.targets] if self.targets else []
             self._inputs = found = list(written)
-            _gather(self.args, found, written)
-            _gather(self.kwargs.values(), found, written)
-        return self._inputs
+            args, kwargs = self.arguments()
+            _gather(args, found, written)
+            if kwargs:
+                _gather(kwargs.values(), found, written)
+        return found
 
 
 def _gather(arguments: Any, found: list[TapeValue], written: list[TapeValue]) -> None:

@@ -37,10 +37,11 @@ class UseCounter(Executor):
 
     def _wanted(self) -> list[TapeValue]:
         """Return the dropped values that the plan must recompute for live handles."""
+        stage = self._stage
         return [
-            h.value
-            for h in self.living()
-            if not h.value.is_held() and self._stage in (-1, h.stage)
+            handle.value
+            for handle in self.living()
+            if (stage == -1 or handle.stage == stage) and not handle.value.is_held()
         ]
 
     def _enter_turn(self) -> None:
@@ -109,15 +110,16 @@ class UseCounter(Executor):
         value.is_carried = True
 
     def _add_use(self, value: TapeValue) -> None:
-        self._begin(value)
+        root = value.root
+        if value.plan != self._plan:
+            self._begin(value)
+            if root is not None and root.plan != self._plan:
+                self._begin(root)
         value.uses += 1
-        if value.root is not None:
-            value.root.view_uses += 1
+        if root is not None:
+            root.view_uses += 1
 
     def _begin(self, value: TapeValue) -> None:
-        if value.plan != self._plan:
-            value.plan = self._plan
-            value.uses = value.view_uses = value.reads = 0
-            value.is_carried = False
-            if value.root is not None:
-                self._begin(value.root)
+        value.plan = self._plan
+        value.uses = value.view_uses = value.reads = 0
+        value.is_carried = False

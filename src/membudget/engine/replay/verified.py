@@ -33,6 +33,7 @@ MAX_DEPTH = 4
 # Bounds of the caches; the oldest entry is dropped first.
 _MOST_KEYS = 4096
 _MOST_PATHS = 64
+_MOST_SIZES = 64  # Of which the routes are known: 20 KiB for a block of a transformer.
 _ALIKE = 4  # Operators after which two sequences are taken to go on alike.
 
 
@@ -56,11 +57,12 @@ class Verified:
         has_subclasses: Whether the region saves tensor subclasses, whose operators are
             observed only by a dispatch mode.
         has_warned: Whether the user was warned about overwritten saved tensors.
-        routes: What is known of the routes of its calls (Rule 11).
+        routes: What is known of the routes of its calls (Rule 11), of the sizes of the
+            latest one.
     """
 
     __slots__ = (
-        *("_refs", "calls", "has_subclasses", "has_warned", "is_pending"),
+        *("_by_sizes", "_refs", "calls", "has_subclasses", "has_warned", "is_pending"),
         *("is_sampled", "paths", "routes", "sampling", "unrepeatable"),
     )
 
@@ -73,11 +75,21 @@ class Verified:
         self.calls = 0
         self.has_subclasses = self.has_warned = False
         self.routes = Routes()
+        self._by_sizes: dict[RecordingKey, Routes] = {}
         self._refs: list[ReferenceType[Any]] = []
 
     def live_with(self, modules: list[Any], key: RecordingKey) -> None:
         """Be forgotten when one of the modules that the signature names dies."""
         self._refs = held_weakly(modules, VERIFIED, key)
+
+    def choose_routes(self, sizes: RecordingKey) -> None:
+        """Choose the routes of a call, whose operators name sizes of tensors."""
+        found = self._by_sizes.get(sizes)
+        if found is None:
+            found = self._by_sizes[sizes] = Routes()
+            if len(self._by_sizes) > _MOST_SIZES:
+                del self._by_sizes[next(iter(self._by_sizes))]
+        self.routes = found
 
     def add(self, path: OperatorPath) -> None:
         """Mark a sequence of operators as verified."""
@@ -145,6 +157,7 @@ def verified(
     found.count()
     if found.sampling is not None:
         found.sampling.count(called)
+        found.choose_routes(called)
     return found
 
 
