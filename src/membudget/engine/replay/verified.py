@@ -33,7 +33,7 @@ MAX_DEPTH = 4
 # Bounds of the caches; the oldest entry is dropped first.
 _MOST_KEYS = 4096
 _MOST_PATHS = 64
-_MOST_SIZES = 64  # Of which the routes are known: 20 KiB for a block of a transformer.
+_MOST_SIZES = 32  # Whose routes are known: each takes about 450 bytes an operator.
 _ALIKE = 4  # Operators after which two sequences are taken to go on alike.
 
 
