@@ -136,16 +136,25 @@ inline bool span_the_same(const at::Tensor& one, const at::Tensor& other) {
       other.storage_offset() == 0;
 }
 
-inline Ref copied(const Ref& tensor) {
-  return Ref::made(PyObject_CallOneArg(copy_of, tensor));
-}
-
 // As `copy_of`, without Python in the common case.
 inline at::Tensor copied(const at::Tensor& tensor) {
-  if (is_plain(tensor) && tensor.is_contiguous() && tensor.storage_offset() == 0) {
-    return tensor.detach().clone();
+  if (!is_plain(tensor)) {
+    return THPVariable_Unpack(
+        (PyObject*)Ref::made(PyObject_CallOneArg(copy_of, wrapped(tensor))));
   }
-  return THPVariable_Unpack((PyObject*)copied(wrapped(tensor)));
+  at::Tensor alias = tensor.detach();
+  if (alias.is_contiguous() && alias.storage_offset() == 0) {
+    return alias.clone();
+  }
+  // The whole storage: view operators may read beyond this tensor.
+  auto elements = static_cast<int64_t>(alias.storage().nbytes() / alias.itemsize());
+  return alias.as_strided({elements}, {1}, 0)
+      .clone()
+      .as_strided(alias.sizes(), alias.strides(), alias.storage_offset());
+}
+
+inline Ref copied(const Ref& tensor) {
+  return wrapped(copied(THPVariable_Unpack((PyObject*)tensor)));
 }
 
 // As `LiveStorage.entry_like`, among the entries that no write has outdated.
