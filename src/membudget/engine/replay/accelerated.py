@@ -139,13 +139,7 @@ _NORMALISATIONS = ("aten::native_batch_norm", "aten::cudnn_batch_norm")
 _BOUND: tuple[Any, ...] = (
     *(Checks, ForwardRecord, LiveStorage, LiveTensor, Operation, RecordedMemory),
     *(Recorder, ReplayFrame, ReplayHandle, Replayer, Scope, TapeValue, Tracker),
-    *(
-        Parameter,
-        copy_of,
-        end_trip,
-        find_operator,
-        share,
-    ),
+    *(Parameter, copy_of, end_trip, find_operator, share),
     *(CallStages, NativeReplayer, Sampling, Verified, current_stream),
     *(Routes, is_subclass, module_path_in, observe_operators, operator_conditions),
     *(routes_of, set_out, verified, weakly),
