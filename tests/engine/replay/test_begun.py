@@ -48,6 +48,7 @@ class Layer(nn.Linear):
 
 LAYER = Layer(3, 3)
 X = torch.ones(3, 3, requires_grad=True)
+SPARSE = torch.eye(2).to_sparse() if is_cpu() else X
 STAGES = Stages([(0, 0), (2, 0)], [(), ()])
 PLANNED = Planned({(1, 0): "aten.mm.default"}, STAGES, "", 2, ["aten.mm.default"])
 
@@ -78,7 +79,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "one": ((X,), {}),
     "more": ((X, 1, True, None, 2.5, "word", torch.float32, X.device), {"y": X}),
     "nested": (([X, (X.detach(), {"a": X}, [[[[X]]]])],), {"mask": None, "rest": {}}),
-    "special": ((torch.eye(2).to_sparse(), X, X), {"w": nn.Parameter(X)}),
+    "special": ((SPARSE, X, X), {"w": nn.Parameter(X)}),
     "a subclass": ((torch.ones(2).as_subclass(Subclass),), {}),
 }
 OPTIONS = {
