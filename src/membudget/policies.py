@@ -172,7 +172,6 @@ class _PlannedCall(Policy):
         self._plan = plan
         self.stages = plan.stages
         self.alignment = None if plan.sequence is None else Alignment(plan.sequence)
-        self._names = plan.names
         self._is_strict = bool(plan.made_for and plan.stages)
         self.numbers = None if self._is_strict else plan.names
         self._met: set[int] = set()  # Operators of which the plan keeps an output,
@@ -183,7 +182,7 @@ class _PlannedCall(Policy):
         if self.differs:
             return False
         number = candidate.index
-        expected = self._names.get(number)
+        expected = self._plan.names.get(number)
         if expected is None:
             self._check_saves(candidate)
             return False
@@ -221,7 +220,7 @@ class _PlannedCall(Policy):
 
     def _absent(self) -> set[int]:
         """Return the operators of which the plan keeps an output that have not run."""
-        return {n for n in self._names if n > self._followed} - self._met
+        return {n for n in self._plan.names if n > self._followed} - self._met
 
     def _check_saves(self, candidate: Candidate) -> None:
         """Raise where stages count what is saved: another kernel may save more."""
@@ -241,7 +240,7 @@ class _PlannedCall(Policy):
 
     def _differ(self, number: int, found: str) -> None:
         if self._plan.made_for:
-            expected = self._names[number]
+            expected = self._plan.names[number]
             self._refuse(
                 f"operator {number} of a region is {expected}; here it is {found}"
             )

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from membudget import offload, policies
+from membudget._torch import top_saved_tensors_hooks
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay import accelerated, verified
 from membudget.engine.replay.extension import EXTENSION
 from membudget.engine.replay.frame import ReplayFrame
+from membudget.engine.replay.routes import Routes
 from membudget.engine.stages import Stages
 from membudget.observer import Observer, observers
 from membudget.policies import Planned
@@ -232,3 +234,16 @@ def test_a_frame_goes_with_its_graph():
     del frame, y
     gc.collect()
     assert not [f for f in gc.get_objects() if type(f) is ReplayFrame]
+
+
+def test_nothing_stays_on_the_thread_if_a_call_cannot_set_out(monkeypatch):
+    def fails(_: Routes) -> None:
+        raise MemoryError("no room for a survey")
+
+    monkeypatch.setattr(Routes, "survey", fails)
+    options = RegionOptions(engine="replay", verify=False)
+    frame = accelerated.replay_frame(lambda x: x.cos(), (X,), {}, options, None)
+    with pytest.raises(MemoryError, match="no room for a survey"):
+        frame.run((X,), {})
+    assert observers() == ()
+    assert top_saved_tensors_hooks() is None

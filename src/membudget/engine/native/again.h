@@ -164,11 +164,15 @@ inline c10::SafePyObject safe(PyObject* object) {
   return {Py_NewRef(object), getPyInterpreter()};
 }
 
+inline void push_hooks(PyObject* pack, PyObject* unpack) {
+  at::SavedTensorDefaultHooks::lazy_initialize();
+  at::SavedTensorDefaultHooks::push_hooks(safe(pack), safe(unpack));
+}
+
 // Calls a function that fills handles; an error that it ends with stays set.
 inline void call_filling(PyObject* rerun, PyObject* function, PyObject* args) {
   Ref fill = Ref::made(PyCFunction_New(&fill_method, rerun));
-  at::SavedTensorDefaultHooks::lazy_initialize();
-  at::SavedTensorDefaultHooks::push_hooks(safe(fill), safe(as_it_is));
+  push_hooks(fill, as_it_is);
   Py_XDECREF(PyObject_CallObject(function, args));
   ErrorAside error;
   at::SavedTensorDefaultHooks::pop_hooks();

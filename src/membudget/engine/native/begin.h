@@ -13,7 +13,7 @@ namespace membudget {
 // As `nothing_surrounds`.
 inline bool is_alone() {
   return !at::SavedTensorDefaultHooks::get_hooks().has_value() &&
-      PyLong_AsLong(Ref::made(PyObject_GetAttr(forward_ad, current_level_name))) < 0;
+      PyLong_AsLong(attribute(forward_ad, current_level_name)) < 0;
 }
 
 // As `HeldTensor.__init__`.

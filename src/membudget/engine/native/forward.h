@@ -42,8 +42,7 @@ inline void note_end(PyObject* frame, PyObject* calls) {
 inline Ref call_hooked(PyObject* frame, PyObject* args, PyObject* kwargs) {
   Ref pack = Ref::made(PyCFunction_New(&drop_method, frame));
   Ref unpack = Ref::made(PyCFunction_New(&give_method, frame));
-  at::SavedTensorDefaultHooks::lazy_initialize();
-  at::SavedTensorDefaultHooks::push_hooks(safe(pack), safe(unpack));
+  push_hooks(pack, unpack);
   PyObject* result = PyObject_Call(region::function.of(frame), args, kwargs);
   {
     ErrorAside error;

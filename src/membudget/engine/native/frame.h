@@ -13,10 +13,6 @@ inline PyObject *call_stages, *current_stream, *is_subclass, *module_path_in, *o
 inline PyObject *alignment_name, *enter_for_operators_name, *hooks_name, *leave_path_name,
     *names_name, *numbers_name, *reads_arguments_name, *sees_subclasses_name, *stages_name;
 
-inline Ref attribute(PyObject* of, PyObject* name) {
-  return Ref::made(PyObject_GetAttr(of, name));
-}
-
 // As `weakly`.
 inline Ref weakly(PyObject* function) {
   PyObject* owner = PyMethod_Check(function) ? PyMethod_GET_SELF(function) : function;
@@ -62,8 +58,7 @@ inline Given given_in(PyObject* args, PyObject* kwargs) {
 // As `Tracker.__init__`.
 inline Ref new_tracker() {
   Ref table = Ref::made(PyDict_New()), places = Ref::made(PyDict_New());
-  Ref tables = pair(Ref::to(table), Ref::to(places));
-  Ref both = Ref::made(callbacks(nullptr, tables));
+  Ref both = Ref::made(callbacks(nullptr, pair(table, places)));
   Ref made = live_tracker.make();
   tracker::forget.set(made, PyTuple_GET_ITEM((PyObject*)both, 0));
   tracker::freed.set(made, PyTuple_GET_ITEM((PyObject*)both, 1));

@@ -21,7 +21,7 @@ inline bool is_same_part(PyObject* place, PyObject* marked) {
   PyObject* first = PyTuple_GET_ITEM(place, 0);
   PyObject* second = PyTuple_GET_ITEM(place, 1);
   if (!PyLong_CheckExact(first)) {
-    return Ref::made(PyObject_GetAttr(first, second)) == marked;
+    return attribute(first, second) == marked;
   }
   return PyBytes_CheckExact(marked) && PyBytes_GET_SIZE(marked) == PyLong_AsSsize_t(second) &&
       std::memcmp(PyBytes_AS_STRING(marked), PyLong_AsVoidPtr(first), PyBytes_GET_SIZE(marked)) == 0;
@@ -65,7 +65,7 @@ inline bool have_states(PyObject* noted) {
 
 // As `Sources.note`.
 inline Ref note_generators(PyObject* sources) {
-  Ref last = Ref::made(PyObject_GetAttr(sources, last_name));
+  Ref last = attribute(sources, last_name);
   return last != Py_None && have_states(last) ? last : call(sources, note_name);
 }
 

@@ -16,15 +16,15 @@ inline void note_identity(PyObject* value, Entries& key) {
 // Adds a value to a signature; false if Python must.
 inline bool describe(PyObject* value, Entries& key) {
   if (is_usual_class(value)) {
-    key.push_back(Ref::made(PyObject_GetAttr(value, shape_name)));
-    key.push_back(Ref::made(PyObject_GetAttr(value, dtype_name)));
+    key.push_back(attribute(value, shape_name));
+    key.push_back(attribute(value, dtype_name));
   } else if (value == Py_None || PyBool_Check(value) || PyUnicode_CheckExact(value)) {
     key.push_back(Ref::to(value));
   } else if (PyLong_CheckExact(value) || PyFloat_CheckExact(value)) {
     key.push_back(Ref::to((PyObject*)Py_TYPE(value)));
   } else if (is_module(value)) {
     note_identity(value, key);
-    key.push_back(Ref::made(PyObject_GetAttr(value, training_name)));
+    key.push_back(attribute(value, training_name));
   } else {
     return false;
   }

@@ -70,10 +70,7 @@ inline PyObject* pack(PyObject* of, PyObject* object) {
     return call(of, pack_name, object).release();
   }
   Ref handle = new_handle(mark_read(tracker, object, entry));
-  if (!recording::path.is_none(recording)) {
-    Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)handle, object));
-    check(PyList_Append(recording::recent.of(recording), pair));
-  }
+  note_recent(recording, handle, object);
   PyObject* replayer = frame::replayer.of(of);
   put_in_stage(recording, replayer, handle);
   check(PyList_Append(replayer::handles.of(replayer), weak(handle)));

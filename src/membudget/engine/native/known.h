@@ -11,7 +11,8 @@ namespace membudget {
 
 inline Class verified_class;
 namespace verified {
-inline Slot by_sizes, calls, has_subclasses, is_pending, is_sampled, paths, routes, sampling, unrepeatable;
+inline Slot by_sizes, calls, has_subclasses, is_pending, is_sampled, paths, routes, sampling,
+    unrepeatable;
 }
 
 inline Class routes_class;
@@ -25,12 +26,9 @@ inline Slot calls, every, is_due, seen;
 }
 
 inline PyObject *all_verified, *key_in_python, *switches, *verified_by_python;
-inline PyObject *choose_routes_name, *count_name, *device_name, *key_name, *postponed_name, *requires_grad_name;
+inline PyObject *choose_routes_name, *count_name, *device_name, *key_name, *postponed_name,
+    *requires_grad_name;
 inline long most_key_depth;
-
-inline Ref pair(Ref first, Ref second) {
-  return Ref::made(PyTuple_Pack(2, (PyObject*)first, (PyObject*)second));
-}
 
 // `head`, and the key of each of some items.
 template <typename KeyOf>
@@ -48,30 +46,27 @@ inline bool is_leaf(PyObject* value) {
       PyUnicode_Check(value) || THPDtype_Check(value) || THPDevice_Check(value);
 }
 
-// As `_key`.
+// As `key_of` of Python.
 inline Ref key_of(PyObject* value, long depth) {
   auto next = [&](PyObject* part) { return key_of(part, depth + 1); };
   if (is_usual_class(value)) {
     return Ref::made(PyTuple_Pack(
-        4, (PyObject*)Ref::made(PyObject_GetAttr(value, shape_name)),
-        (PyObject*)Ref::made(PyObject_GetAttr(value, dtype_name)),
-        (PyObject*)Ref::made(PyObject_GetAttr(value, device_name)),
-        (PyObject*)Ref::made(PyObject_GetAttr(value, requires_grad_name))));
+        4, (PyObject*)attribute(value, shape_name), (PyObject*)attribute(value, dtype_name),
+        (PyObject*)attribute(value, device_name),
+        (PyObject*)attribute(value, requires_grad_name)));
   }
   Ref type = Ref::to((PyObject*)Py_TYPE(value));
   if (is_leaf(value)) {
-    return pair(std::move(type), Ref::to(value));
+    return pair(type, value);
   }
   if (depth >= most_key_depth && !THPVariable_Check(value)) {
     return type;
   }
   if (is_module(value)) {
-    return pair(
-        Ref::made(PyWeakref_NewRef(value, nullptr)),
-        Ref::made(PyObject_GetAttr(value, training_name)));
+    return pair(Ref::made(PyWeakref_NewRef(value, nullptr)), attribute(value, training_name));
   }
   if (PyMethod_Check(value)) {
-    return pair(next(PyMethod_GET_SELF(value)), Ref::to(PyMethod_GET_FUNCTION(value)));
+    return pair(next(PyMethod_GET_SELF(value)), PyMethod_GET_FUNCTION(value));
   }
   if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) {
     return keys_after(std::move(type), PySequence_Fast_GET_SIZE(value), [&](Py_ssize_t i) {
@@ -116,8 +111,7 @@ inline Ref called_key(PyObject* function, PyObject* args, PyObject* kwargs) {
   }
   PyObject *name, *value;
   for (Py_ssize_t i = 0, at = given; PyDict_Next(kwargs, &i, &name, &value);) {
-    Ref named = pair(Ref::to(name), key_of(value, 0));
-    PyTuple_SET_ITEM((PyObject*)made, ++at, named.release());
+    PyTuple_SET_ITEM((PyObject*)made, ++at, pair(name, key_of(value, 0)).release());
   }
   return made;
 }
@@ -164,7 +158,7 @@ inline Ref known_of(PyObject* options, PyObject* function, PyObject* args, PyObj
   PyObject* asked = options::verify.of(options);
   PyObject* share = PyFloat_CheckExact(asked) ? asked : Py_None;
   Ref key = Ref::made(PyTuple_Pack(
-      4, (PyObject*)Ref::made(PyObject_GetAttr(options::policy.of(options), key_name)), share,
+      4, (PyObject*)attribute(options::policy.of(options), key_name), share,
       (PyObject*)autocast_key(), (PyObject*)(share == Py_None ? called : without_sizes(called))));
   PyObject* found = PyDict_GetItemWithError(all_verified, key);
   if (found == nullptr) {

@@ -45,6 +45,13 @@ inline void put_in_stage(PyObject* recording, PyObject* replayer, PyObject* hand
   }
 }
 
+// Notes a tensor that was saved since the last operator, with its handle.
+inline void note_recent(PyObject* recording, PyObject* handle, PyObject* tensor) {
+  if (!recording::path.is_none(recording)) {
+    check(PyList_Append(recording::recent.of(recording), pair(handle, tensor)));
+  }
+}
+
 // Leaves the route in the forward; the recorder goes on with the tape.
 inline void leave(PyObject* recording) {
   Ref box = Ref::to(recording::trip.of(recording));
@@ -57,9 +64,8 @@ inline void leave(PyObject* recording) {
     bool is_alive = trip.stops[stop] != nullptr;
     Ref handle = is_alive ? trip.stops[stop]->handle : new_handle(Ref::to(Py_None));
     put_in_stage(recording, trip.replayer, handle);
-    if (is_alive && !recording::path.is_none(recording)) {
-      Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)handle, (PyObject*)tensor));
-      check(PyList_Append(recording::recent.of(recording), pair));
+    if (is_alive) {
+      note_recent(recording, handle, tensor);
     }
   }
   replayer::trip.set(trip.replayer, Py_None);

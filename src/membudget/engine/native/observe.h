@@ -26,7 +26,7 @@ inline bool is_unrepeatable(const Observed& call, long index) {
     return false;
   }
   PyObject* operation = recording::place.of(call.recording);
-  Ref output = Ref::made(PyTuple_Pack(2, operation, (PyObject*)number(index)));
+  Ref output = pair(operation, number(index));
   int is_known = PySet_Contains(known, output);
   check(is_known);
   return is_known == 1;

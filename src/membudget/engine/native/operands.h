@@ -15,7 +15,7 @@ inline bool is_unpacked_for_all(PyObject* of, PyObject* value) {
   if (packed == Py_None || replayer::stage.number(of) < 0) {
     return false;
   }
-  Ref once = Ref::made(PyObject_GetAttr(packed, is_unpacked_once_name));
+  Ref once = attribute(packed, is_unpacked_once_name);
   return once == Py_True;
 }
 

@@ -85,6 +85,14 @@ inline Ref new_list() {
   return unvisited(Ref::made(PyList_New(0)));
 }
 
+inline Ref pair(PyObject* first, PyObject* second) {
+  return Ref::made(PyTuple_Pack(2, first, second));
+}
+
+inline Ref attribute(PyObject* object, PyObject* name) {
+  return Ref::made(PyObject_GetAttr(object, name));
+}
+
 // An attribute of an object; null if it has none.
 inline Ref attribute_of(PyObject* object, PyObject* name) {
   PyObject* found = PyObject_GetAttr(object, name);

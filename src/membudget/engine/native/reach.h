@@ -19,7 +19,7 @@ inline PyObject *buffers_name, *class_name, *dict_name, *modules_name, *note_buf
     *parameters_name, *values_name, *visit_name;
 
 inline Ref dict_of(PyObject* object) {
-  return Ref::made(PyObject_GetAttr(object, dict_name));
+  return attribute(object, dict_name);
 }
 
 inline PyObject* held_by(PyObject* dict, PyObject* name) {
@@ -242,7 +242,7 @@ inline void walk(PyObject* of, PyObject* module, long depth) {
   }
   Ref keys = attribute_names_of(module, dict);
   if (depth < most_depth) {
-    append(reached::attributes.of(of), Ref::made(PyTuple_Pack(2, (PyObject*)dict, (PyObject*)keys)));
+    append(reached::attributes.of(of), pair(dict, keys));
   }
   each(keys, [&](PyObject* key) {
     Ref item = Ref::to(PyDict_GetItemWithError(dict, key));

@@ -44,7 +44,7 @@ Ref mapped(PyObject* list, Function made_of) {
 }
 
 inline Ref training_now(PyObject* module) {
-  return Ref::made(PyObject_GetAttr(module, training_name));
+  return attribute(module, training_name);
 }
 
 // Appends a dict and a copy of it, in which no tensor has a history.

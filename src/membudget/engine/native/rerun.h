@@ -28,7 +28,7 @@ inline Ref strides_of(const at::Tensor& tensor) {
 // As `metadata`.
 inline Ref metadata_of(PyObject* object) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  Ref shape = Ref::made(PyObject_GetAttr(object, shape_name));
+  Ref shape = attribute(object, shape_name);
   Ref device = Ref::made(THPDevice_New(tensor.device()));
   auto* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type()));
   return Ref::made(PyTuple_Pack(

@@ -77,15 +77,7 @@ inline Ref top_hooks() {
   if (!found.has_value()) {
     return Ref::to(Py_None);
   }
-  return pair(
-      Ref::to(found->first.ptr(getPyInterpreter())), Ref::to(found->second.ptr(getPyInterpreter())));
-}
-
-inline void push_hooks(PyObject* frame) {
-  Ref both = Ref::made(hooks(nullptr, frame));
-  at::SavedTensorDefaultHooks::lazy_initialize();
-  at::SavedTensorDefaultHooks::push_hooks(
-      safe(PyTuple_GET_ITEM((PyObject*)both, 0)), safe(PyTuple_GET_ITEM((PyObject*)both, 1)));
+  return pair(found->first.ptr(getPyInterpreter()), found->second.ptr(getPyInterpreter()));
 }
 
 // As `following.set_out`.
@@ -112,15 +104,17 @@ inline void begin_frame(PyObject* frame) {
   PyObject* recorder = frame::recorder.of(frame);
   Ref outer = top_hooks();
   frame::outer.set(frame, outer);
-  push_hooks(frame);
+  // First, as it may fail, and nothing is on the thread yet.
+  if (outer == Py_None) {
+    set_out(recorder::recording.of(recorder), frame::replayer.of(frame), frame::checks.of(frame));
+  }
+  Ref both = Ref::made(hooks(nullptr, frame));
+  push_hooks(PyTuple_GET_ITEM((PyObject*)both, 0), PyTuple_GET_ITEM((PyObject*)both, 1));
   try {
     enter(recorder);
   } catch (...) {
     at::SavedTensorDefaultHooks::pop_hooks();
     throw;
-  }
-  if (outer == Py_None) {
-    set_out(recorder::recording.of(recorder), frame::replayer.of(frame), frame::checks.of(frame));
   }
 }
 

@@ -110,14 +110,14 @@ class ReplayFrame:
         """Start recording, and install the saved-tensor hooks."""
         assert self._recorder is not None
         self._outer = top_saved_tensors_hooks()
+        if self._outer is None:  # First, as it may fail: the thread is as it was.
+            following.set_out(self._recorder.recording, self._replayer, self._checks)
         push_saved_tensors_hooks(*hooks_of(self))
         try:
             self._recorder.__enter__()
         except BaseException:
             pop_saved_tensors_hooks()
             raise
-        if self._outer is None:
-            following.set_out(self._recorder.recording, self._replayer, self._checks)
 
     def is_on_top(self) -> bool:
         """Return whether this call's recorder and hooks are the innermost ones."""
