@@ -164,7 +164,11 @@ class Unplanned(Planned):
 
 
 class _PlannedCall(Policy):
-    """Applies a plan to one call of a region, comparing operators with the plan."""
+    """Applies a plan to one call of a region, comparing operators with the plan.
+
+    Each output that the plan keeps is kept once: a layer that the plan does not know is
+    recomputed, and later ones are kept as planned.
+    """
 
     reads_arguments = False
 
@@ -174,37 +178,45 @@ class _PlannedCall(Policy):
         self.alignment = None if plan.sequence is None else Alignment(plan.sequence)
         self._is_strict = bool(plan.made_for and plan.stages)
         self.numbers = None if self._is_strict else plan.names
-        self._met: set[int] = set()  # Operators of which the plan keeps an output,
-        self._followed = 0  # beside those that have run as in an earlier call.
+        self._met: set[tuple[int, int]] = set()  # Outputs that the plan keeps, and
+        self._followed = 0  # how far operators have run as in an earlier call.
         self._has_differed = False
 
     def keeps(self, candidate: Candidate) -> Answer:
-        if self.differs:
+        number, place = candidate.index, (candidate.index, candidate.output_index)
+        if self._is_unknown(place):
             return False
-        number = candidate.index
         expected = self._plan.names.get(number)
         if expected is None:
             self._check_saves(candidate)
             return False
-        place = (number, candidate.output_index)
         if _is(candidate.operator, expected):
-            self._met.add(number)
+            self._met.add(place)
             return self._plan.has(place) and self._plan.where(place)
         if common_name(str(candidate.operator)) == common_name(expected):
             self._check_saves(candidate)
             # Its other outputs are not those of the plan's, and take few bytes.
-            self._met.add(number)
+            self._met.add(place)
             return self._plan.where(place)
         self._differ(number, str(candidate.operator))
         return False
+
+    def _is_unknown(self, place: tuple[int, int]) -> bool:
+        """Return whether the plan does not say of an output whether it is kept."""
+        if self.alignment is None:
+            return self._has_differed
+        is_again = place in self._met or place[0] <= self._followed
+        return is_again or self.alignment.is_lost
 
     @property
     def differs(self) -> bool:
         has_left = self.alignment is not None and self.alignment.has_left
         return has_left or self._has_differed
 
-    def followed(self, operators: int) -> None:
+    def followed(self, operators: int, differs: bool) -> None:
         self._followed = operators
+        if differs:
+            self._count()
 
     def end(self, operators: int) -> None:
         if self._followed < self._plan.last and (absent := self._absent()):
@@ -220,7 +232,8 @@ class _PlannedCall(Policy):
 
     def _absent(self) -> set[int]:
         """Return the operators of which the plan keeps an output that have not run."""
-        return {n for n in self._plan.names if n > self._followed} - self._met
+        met = {number for number, _ in self._met}
+        return {n for n in self._plan.names if n > self._followed} - met
 
     def _check_saves(self, candidate: Candidate) -> None:
         """Raise where stages count what is saved: another kernel may save more."""

@@ -74,8 +74,13 @@ class Policy:
         """Whether the call has run operators that the policy does not expect."""
         return False
 
-    def followed(self, operators: int) -> None:
-        """Note that so many operators of a call were as in an earlier one, unasked."""
+    def followed(self, operators: int, differs: bool) -> None:
+        """Note that operators of a call were as in an earlier one, unasked.
+
+        Args:
+            operators: The last of them, by its number for the policy.
+            differs: Whether the earlier call has run what the policy does not expect.
+        """
 
     def keeps_name(self, name: str) -> Answer:
         """Return the answer for tensors to which `membudget.name` gave this name."""

@@ -11,7 +11,7 @@ import membudget as mb
 from membudget.engine.replay import following
 from membudget.engine.replay.extension import EXTENSION
 from membudget.engine.replay.recorder import Recorder
-from membudget.engine.replay.routes import Routes
+from membudget.engine.replay.routes import Known, Routes
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def trips(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     end_trip = Routes.end_trip
 
-    def noted(routes: Routes, has_arrived: bool) -> None:
+    def noted(routes: Routes, last: Known, has_arrived: bool, surveyed: bool) -> None:
         found.append(has_arrived)
-        end_trip(routes, has_arrived)
+        end_trip(routes, last, has_arrived, surveyed)
 
     monkeypatch.setattr(Routes, "end_trip", noted)
     following._UNVERIFIED.clear()

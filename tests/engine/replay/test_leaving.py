@@ -30,7 +30,7 @@ def test_rule11_a_route_is_left_where_running_statistics_have_another_size(trips
         return norms[features](x.unflatten(1, (features, -1))).sin().exp()
 
     check(function, replayed(function), [8, 8, 4, 8, 4])
-    assert trips == [True, False, True, False]
+    assert trips == [True, False, True, True]
 
 
 def turning(x: Tensor, turn: Any) -> Tensor:
@@ -114,8 +114,8 @@ def test_rule11_a_tensor_that_is_kept_by_its_name_leaves_the_route(trips):
         return (mb.name(h, "h") if is_named else h).cos() * x
 
     region = replayed(function, policies.named("h"))
-    check(function, region, [False, False, True, True, False])
-    assert trips == [True, False, False, True]
+    check(function, region, [False, False, True, False])
+    assert trips == [True, False]
 
 
 def test_rule11_a_call_that_ends_on_its_way_leaves_the_route(trips):
@@ -124,7 +124,7 @@ def test_rule11_a_call_that_ends_on_its_way_leaves_the_route(trips):
         return (y.cos() * x) if goes_on else y
 
     check(function, replayed(function), [True, True, False, True, False])
-    assert trips == [True, False, True, False]
+    assert trips == [True, False, True, True]
 
 
 def test_rule11_an_argument_that_is_another_tensor_leaves_the_route(trips):
@@ -133,7 +133,7 @@ def test_rule11_an_argument_that_is_another_tensor_leaves_the_route(trips):
         return (b if is_swapped else a).exp() * b
 
     check(function, replayed(function), [False, False, True, True, False])
-    assert trips == [True, False, False, True]
+    assert trips == [True, False, True, True]
 
 
 def test_rule11_a_tensor_that_autograd_saves_elsewhere_leaves_the_route(trips):
@@ -144,7 +144,7 @@ def test_rule11_a_tensor_that_autograd_saves_elsewhere_leaves_the_route(trips):
         return (x.sin() * scale.requires_grad_(trains)).exp()
 
     check(function, replayed(function), [False, False, True, False, True])
-    assert trips == [True, False, True, False]
+    assert trips == [True, False, True, True]
 
 
 def test_rule11_a_call_that_saves_nothing_holds_nothing_for_a_backward(trips):
@@ -163,14 +163,6 @@ def test_rule11_a_call_that_saves_nothing_holds_nothing_for_a_backward(trips):
     region(input_of(2), None)
     assert alive == [True, True, False]
     assert trips == [True, False]
-
-
-def test_rule11_a_route_that_three_calls_in_a_row_leave_is_given_up(trips):
-    def function(x: Tensor, number: float) -> Tensor:
-        return (x * number).sin().exp()
-
-    check(function, replayed(function), [1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0])
-    assert trips == [False, False, False, True, True]
 
 
 def test_rule11_a_backward_inside_the_forward_leaves_the_route(trips):

@@ -67,6 +67,28 @@ inline c10::IValue copied_list(const c10::IValue& list) {
                              : c10::IValue(list.toOptionalTensorList().copy());
 }
 
+// The arguments of a call without its tensors and what has stand-ins.
+inline std::vector<c10::IValue> without_tensors(
+    const c10::Stack& stack, size_t first, const std::vector<Place>& places,
+    const std::vector<StandIn>& stand_ins) {
+  std::vector<c10::IValue> kept(stack.begin() + first, stack.end());
+  for (const StandIn& stand_in : stand_ins) {
+    kept[stand_in.argument] = c10::IValue();
+  }
+  for (size_t i = 0; i < places.size(); ++i) {
+    const Place& place = places[i];
+    if (place.element < 0) {
+      kept[place.argument] = c10::IValue();
+      continue;
+    }
+    if (i == 0 || places[i - 1].argument != place.argument) {
+      kept[place.argument] = copied_list(kept[place.argument]);
+    }
+    put_element(kept[place.argument], place.element, at::Tensor());
+  }
+  return kept;
+}
+
 // The arguments of a call, with `tensor_of(i)` where it had its tensors.
 template <typename TensorOf>
 c10::Stack filled(const Call& call, const TensorOf& tensor_of) {

@@ -2,87 +2,10 @@
 
 #pragma once
 
-#include "trip.h"
+#include "fork.h"
+#include "meet.h"
 
 namespace membudget {
-
-// Skips views that were rebased, which no operator makes.
-inline void pass_rebased(Trip& trip, size_t until) {
-  while (trip.at < until && trip.route->steps[trip.at].is_rebased()) {
-    ++trip.at;
-  }
-}
-
-// Meeting tensors.
-
-inline void meet(Met& met, const at::Tensor& tensor) {
-  met.live.emplace(tensor.getIntrusivePtr());
-  met.memory.emplace(tensor.storage().getWeakStorageImpl());
-}
-
-inline const c10::StorageImpl* storage_of(const Met& met) {
-  return met.memory ? met.memory->_unsafe_get_target() : nullptr;
-}
-
-// Whether a tensor is in the memory that the route says. Two tensors in one memory are so
-// in every call, and two that are not, in none: what a write destroys depends on it.
-inline bool is_in(Trip& trip, size_t memory, const at::Tensor& tensor) {
-  auto& known = trip.memories[memory];
-  if (known) {
-    return known->_unsafe_get_target() == storage_of(tensor);
-  }
-  known.emplace(tensor.storage().getWeakStorageImpl());
-  return trip.numbers.emplace(storage_of(tensor), memory).second;
-}
-
-inline bool meet_source(Trip& trip, size_t number, const at::Tensor& tensor) {
-  const RouteValue& known = trip.route->values[number];
-  Met& met = trip.values[number];
-  Ref object = wrapped(tensor);
-  if (known.step >= 0 || met.memory || !is_usual_class(object) ||
-      tensor.scalar_type() != known.dtype || tensor.device() != known.device ||
-      !is_in(trip, known.memory, tensor)) {
-    return false;
-  }
-  meet(met, tensor);
-  if (met.needs > 0) {
-    met.tensor = is_own_alias(tensor, object) ? tensor : detached(tensor);
-  }
-  return true;
-}
-
-// A view is told by where its elements lie, whoever has made it.
-inline bool meet_rebased(Trip& trip, size_t number, const at::Tensor& tensor) {
-  const RouteValue& known = trip.route->values[number];
-  bool is_there = storage_of(tensor) == storage_of(trip.values[known.root]) &&
-      *known.geometry == Geometry::of(tensor);
-  if (is_there) {
-    meet(trip.values[number], tensor);
-  }
-  return is_there;
-}
-
-// Whether a tensor has the value that the route says, by itself or as an alias that no
-// operator made: autograd saves detached ones.
-inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
-  Met& met = trip.values[number];
-  if (!is_plain(tensor)) {
-    return false;
-  }
-  if (met.live && storage_of(tensor) == storage_of(met)) {
-    if (met.live->_unsafe_get_target() == tensor.unsafeGetTensorImpl()) {
-      return true;
-    }
-    auto other = met.live->lock();
-    if (other && have_same_geometry(tensor, at::Tensor(std::move(other)))) {
-      return true;
-    }
-  }
-  if (is_rebased(*trip.route, number)) {
-    return meet_rebased(trip, number, tensor);
-  }
-  return !met.live && meet_source(trip, number, tensor);
-}
 
 // Writes to memory that no replay makes.
 
@@ -93,14 +16,17 @@ inline size_t stand_in_at(const Step& step, size_t argument) {
   return std::find_if(all.begin(), all.end(), is_for) - all.begin();
 }
 
-// Whether a replay makes the like of an argument.
-inline bool is_like(Trip& trip, const Step& step, size_t number, const at::Tensor& tensor) {
-  const StandIn& stand_in = step.call.stand_ins[number];
-  return tensor.sizes() == stand_in.sizes && tensor.strides() == stand_in.strides &&
-      tensor.scalar_type() == c10::typeMetaToScalarType(stand_in.options.dtype()) &&
-      tensor.device() == stand_in.options.device() &&
-      (stand_in.is_outline ||
-       (is_plain(tensor) && is_in(trip, step.stood_in_for[number], tensor)));
+inline StandIn stand_in_for(const StandIn& known, const at::Tensor& tensor) {
+  return {known.argument, tensor.sizes().vec(), tensor.strides().vec(), tensor.options(),
+          known.is_outline};
+}
+
+// How the like of an argument that a replay makes compares with it.
+inline Alike is_like(Trip& trip, const Step& step, size_t number, const at::Tensor& tensor) {
+  const StandIn& known = step.call.stand_ins[number];
+  bool is_there = known.is_outline ||
+      (is_plain(tensor) && is_in(trip, step.stood_in_for[number], tensor));
+  return is_there ? compared(known, stand_in_for(known, tensor)) : Alike::no;
 }
 
 // Calls `visit(tensor)` for each tensor outside the route that a step overwrites.
@@ -153,6 +79,43 @@ inline bool has_saved_all(const Trip& trip) {
   return next == saves.size() || saves[next].after > trip.at;
 }
 
+// The call of a step, with the numbers of this one.
+inline Call own_call(const Step& step, const c10::Stack& stack, size_t first) {
+  std::vector<StandIn> stand_ins;
+  for (const StandIn& known : step.call.stand_ins) {
+    stand_ins.push_back(stand_in_for(known, stack[first + known.argument].toTensor()));
+  }
+  Call made{step.call.target, without_tensors(stack, first, step.call.places, stand_ins),
+            step.call.places, stand_ins};
+  for (size_t i = 0; i < made.stack.size(); ++i) {
+    if (step.call.stack[i].isDevice()) {
+      made.stack[i] = step.call.stack[i];
+    }
+  }
+  return made;
+}
+
+// How the tensors of a call compare with those that the step read.
+inline Alike compared_tensors(
+    Trip& trip, const Step& step, const c10::Stack& stack, size_t first) {
+  size_t count = 0;
+  Alike found = Alike::same;
+  for_each_tensor(*step.known, stack, first, [&](const at::Tensor& tensor, Place place) {
+    size_t stand_in = stand_in_at(step, place.argument);
+    if (found != Alike::no && stand_in < step.call.stand_ins.size()) {
+      found = worse(found, is_like(trip, step, stand_in, tensor));
+      return;
+    }
+    bool is_same = found != Alike::no && count < step.call.places.size() &&
+        step.call.places[count].argument == place.argument &&
+        step.call.places[count].element == place.element &&
+        has_value(trip, step.given(count), tensor);
+    found = is_same ? found : Alike::no;
+    ++count;
+  });
+  return count == step.call.places.size() ? found : Alike::no;
+}
+
 // Whether an operator is the next step, and reads the values that it read.
 inline bool is_next(
     Trip& trip, const Operator& known, const c10::Stack& stack, size_t first) {
@@ -169,24 +132,13 @@ inline bool is_next(
   if (known.kind == Kind::empty) {
     return true;  // What it makes is compared instead.
   }
-  if (!has_arguments(step, stack, first)) {
-    return false;
+  Alike found = compared(step, stack, first);
+  found = found == Alike::no ? found : worse(found, compared_tensors(trip, step, stack, first));
+  if (found == Alike::but_for_numbers && !trip.route->reads_sizes) {
+    trip.own.insert_or_assign(trip.at, own_call(step, stack, first));
+    return true;
   }
-  size_t count = 0;
-  bool is_same = true;
-  for_each_tensor(known, stack, first, [&](const at::Tensor& tensor, Place place) {
-    size_t stand_in = stand_in_at(step, place.argument);
-    if (stand_in < step.call.stand_ins.size()) {
-      is_same = is_same && is_like(trip, step, stand_in, tensor);
-      return;
-    }
-    is_same = is_same && count < step.call.places.size() &&
-        step.call.places[count].argument == place.argument &&
-        step.call.places[count].element == place.element &&
-        has_value(trip, step.given(count), tensor);
-    ++count;
-  });
-  return is_same && count == step.call.places.size();
+  return found == Alike::same;
 }
 
 inline void hold_kept(Trip& trip, size_t number, const at::Tensor& tensor) {
@@ -201,26 +153,17 @@ inline bool meet_output(Trip& trip, size_t number, const at::Tensor& output) {
   if (!output.defined() || !is_plain(output)) {
     return false;
   }
-  meet(trip.values[number], output);
+  meet(trip, number, output);
   hold_kept(trip, number, output);
   const RouteValue& known = trip.route->values[number];
-  return is_in(trip, known.memory, output) &&
-      (!known.geometry || *known.geometry == Geometry::of(output));
-}
-
-// Whether uninitialised memory has the geometry that the step would give it.
-inline bool has_geometry(const Step& step, const at::Tensor& tensor) {
-  return tensor.sizes() == step.call.stack[0].toDimVector() &&
-      tensor.strides() == step.call.stack[1].toDimVector() &&
-      tensor.scalar_type() == step.call.stack[2].toScalarType() &&
-      tensor.device() == step.call.stack[4].toDevice();
+  return is_in(trip, known.memory, output) && has_geometry(known, output);
 }
 
 // Notes what a write has made: all of its memory, or the part that is kept.
 inline void meet_written(Trip& trip, const Step& step, const at::Tensor& written) {
   size_t number = step.outputs[1];
   if (step.part < 0 || trip.route->values[number].is_kept) {
-    meet(trip.values[number], written);
+    meet(trip, number, written);
     hold_kept(trip, number, written);
   } else {
     trip.values[number].live = trip.values[step.inputs[0]].live;
@@ -228,8 +171,27 @@ inline void meet_written(Trip& trip, const Step& step, const at::Tensor& written
   }
 }
 
-inline bool meet_outputs(
-    Trip& trip, const Step& step, const c10::OperatorHandle& target, const c10::Stack& stack) {
+// Whether uninitialised memory is as the step would make it, but for its size.
+inline bool meet_empty(Trip& trip, const Step& step, const at::Tensor& tensor) {
+  const auto& known = step.call.stack;
+  bool is_same = tensor.sizes() == known[0].toDimVector() &&
+      tensor.strides() == known[1].toDimVector();
+  if (tensor.scalar_type() != known[2].toScalarType() || tensor.device() != known[4].toDevice() ||
+      (!is_same && trip.route->reads_sizes)) {
+    return false;
+  }
+  if (!is_same) {
+    Call made = step.call;
+    made.stack[0] = tensor.sizes().vec();
+    made.stack[1] = tensor.strides().vec();
+    trip.own.insert_or_assign(trip.at, std::move(made));
+  }
+  return true;
+}
+
+// Notes what the next step has made; false if that is something else.
+inline bool meet_outputs(Trip& trip, size_t returns, const c10::Stack& stack) {
+  const Step& step = trip.route->steps[trip.at];
   if (step.writes_held()) {
     return true;
   }
@@ -237,10 +199,10 @@ inline bool meet_outputs(
     meet_written(trip, step, stack.back().toTensor());
     return true;
   }
-  if (step.known->kind == Kind::empty && !has_geometry(step, stack.back().toTensor())) {
+  if (step.known->kind == Kind::empty && !meet_empty(trip, step, stack.back().toTensor())) {
     return false;
   }
-  auto flat = flat_outputs(stack, target.schema().returns().size());
+  auto flat = flat_outputs(stack, returns);
   bool is_usual = flat.size() == step.outputs.size();
   for (size_t i = 0; is_usual && i < flat.size(); ++i) {
     is_usual = step.outputs[i] < 0 || meet_output(trip, step.outputs[i], flat[i]);
@@ -248,10 +210,12 @@ inline bool meet_outputs(
   return is_usual;
 }
 
-// Runs an operator that is the next step; false if it has made something else.
+// Runs an operator that is the next step; false if it has made what no route says.
 inline bool take_step(
-    Trip& trip, const c10::OperatorHandle& target, c10::DispatchKeySet below, c10::Stack& stack) {
-  const Step& step = trip.route->steps[trip.at];
+    Trip& trip, PyObject* recording, const c10::OperatorHandle& target,
+    c10::DispatchKeySet below, c10::Stack& stack) {
+  const auto route = trip.route;
+  const Step& step = route->steps[trip.at];
   trip.recent.clear();
   copy_written(trip, step, stack, stack.size() - target.schema().arguments().size());
   {
@@ -262,26 +226,35 @@ inline bool take_step(
     WithoutGil released(!step.is_view);
     target.redispatchBoxed(below, &stack);
   }
-  ++trip.at;
-  return meet_outputs(trip, step, target, stack);
+  size_t returns = target.schema().returns().size();
+  bool is_known =
+      goes_on(trip, recording, true, [&] { return meet_outputs(trip, returns, stack); });
+  trip.at += is_known;
+  return is_known;
 }
 
-// The placeholder of a tensor that autograd saves; null if the route has another one.
-inline Ref stop_at(PyObject* box, PyObject* object) {
-  Trip& trip = TripBox::of(box);
+// Whether a tensor is the next that the route has saved.
+inline bool is_saved_next(Trip& trip, PyObject* object) {
   size_t number = trip.stops.size();
   const Route& route = *trip.route;
   if (number < route.saves.size()) {
     pass_rebased(trip, route.saves[number].after);
   }
-  if (number >= route.saves.size() || route.saves[number].after != trip.at ||
-      !is_usual_class(object) ||
-      !has_value(trip, route.saves[number].value, THPVariable_Unpack(object))) {
+  return number < route.saves.size() && route.saves[number].after == trip.at &&
+      has_value(trip, route.saves[number].value, THPVariable_Unpack(object));
+}
+
+// The placeholder of a tensor that autograd saves; null if no route has it.
+inline Ref stop_at(PyObject* recording, PyObject* object) {
+  PyObject* box = recording::trip.of(recording);
+  Trip& trip = TripBox::of(box);
+  if (!is_usual_class(object) ||
+      !goes_on(trip, recording, false, [&] { return is_saved_next(trip, object); })) {
     return Ref();
   }
-  Ref made = StopBox::make(Ref::to(box), number);
+  Ref made = StopBox::make(Ref::to(box), trip.stops.size());
+  trip.recent.emplace_back(trip.stops.size(), Ref::to(object));
   trip.stops.push_back(&StopBox::of(made));
-  trip.recent.emplace_back(number, Ref::to(object));
   return made;
 }
 

@@ -44,9 +44,9 @@ inline Ref stop_of(PyObject* recording, PyObject* object) {
   }
   // Under a mode, Python sees operators, also the `detach` of what is held.
   bool is_seen = c10::impl::TorchDispatchModeTLS::stack_len() > 0;
-  Ref stop = is_seen ? Ref() : stop_at(recording::trip.of(recording), object);
+  Ref stop = is_seen ? Ref() : stop_at(recording, object);
   if (stop == nullptr) {
-    leave(recording);
+    leave(recording, true);
   }
   return stop;
 }
@@ -206,7 +206,7 @@ inline Ref stopped(PyObject* of, Stop& stop) {
     return Ref();
   }
   if (recorder != Py_None) {  // A backward pass inside the forward.
-    leave(recorder::recording.of(recorder));
+    leave(recorder::recording.of(recorder), false);
     return Ref();
   }
   Locked lock(frame::lock.of(of), true);

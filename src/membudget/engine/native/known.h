@@ -11,13 +11,13 @@ namespace membudget {
 
 inline Class verified_class;
 namespace verified {
-inline Slot by_sizes, calls, has_subclasses, is_pending, is_sampled, paths, routes, sampling,
+inline Slot calls, has_subclasses, is_pending, is_sampled, paths, routes, sampling,
     unrepeatable;
 }
 
 inline Class routes_class;
 namespace routes {
-inline Slot path, route;
+inline Slot is_due, known;
 }
 
 inline Class sampling_class;
@@ -26,7 +26,7 @@ inline Slot calls, every, is_due, seen;
 }
 
 inline PyObject *all_verified, *key_in_python, *switches, *verified_by_python;
-inline PyObject *choose_routes_name, *count_name, *device_name, *key_name, *postponed_name,
+inline PyObject *count_name, *device_name, *key_name, *postponed_name,
     *requires_grad_name;
 inline long most_key_depth;
 
@@ -131,16 +131,6 @@ inline void count_sample(PyObject* of, PyObject* sizes) {
   sampling::calls.set_number(of, calls);
 }
 
-// As `Verified.choose_routes`.
-inline void choose_routes(PyObject* of, PyObject* sizes) {
-  PyObject* found = PyDict_GetItemWithError(verified::by_sizes.of(of), sizes);
-  if (found == nullptr) {
-    call(of, choose_routes_name, sizes);
-    return;
-  }
-  verified::routes.set(of, found);
-}
-
 // As `Verified.count`.
 inline void count_call(PyObject* of) {
   long number = verified::calls.number(of) + 1;
@@ -170,7 +160,6 @@ inline Ref known_of(PyObject* options, PyObject* function, PyObject* args, PyObj
   count_call(made);
   if (!verified::sampling.is_none(made)) {
     count_sample(verified::sampling.of(made), called);
-    choose_routes(made, called);
   }
   return made;
 }

@@ -126,6 +126,7 @@ void bind_replay(const Names& names) {
        {"verified", &checks::verified}, {"_verify", &checks::verify}});
   copy_of = names("copy_of");
   end_trip = names("end_trip");
+  realign_in_python = names("realign");
   share = names("share");
   open_groups = names("OPEN_GROUPS");
   parameter_type = reinterpret_cast<PyTypeObject*>(names("Parameter"));
@@ -135,11 +136,11 @@ void bind_frame_parts(const Names& names) {
   native_replayer.bind(names("NativeReplayer"), {});
   verified_class.bind(
       names("Verified"),
-      {{"_by_sizes", &verified::by_sizes}, {"calls", &verified::calls}, {"has_subclasses", &verified::has_subclasses},
+      {{"calls", &verified::calls}, {"has_subclasses", &verified::has_subclasses},
        {"is_pending", &verified::is_pending}, {"is_sampled", &verified::is_sampled},
        {"paths", &verified::paths}, {"routes", &verified::routes}, {"sampling", &verified::sampling},
        {"unrepeatable", &verified::unrepeatable}});
-  routes_class.bind(names("Routes"), {{"_path", &routes::path}, {"_route", &routes::route}});
+  routes_class.bind(names("Routes"), {{"is_due", &routes::is_due}, {"known", &routes::known}});
   sampling_class.bind(
       names("Sampling"),
       {{"_calls", &sampling::calls}, {"_every", &sampling::every},
@@ -172,7 +173,7 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"_before", &before_name}, {"_leave_path", &leave_path_name}, {"_settle", &settle_name},
     {"abandon", &abandon_name}, {"end", &end_name}, {"thread", &thread_name},
     {"__enter__", &enter_name}, {"alignment", &alignment_name},
-    {"choose_routes", &choose_routes_name}, {"count", &count_name}, {"device", &device_name},
+    {"count", &count_name}, {"device", &device_name},
     {"enter_for_operators", &enter_for_operators_name}, {"hooks", &hooks_name},
     {"key", &key_name}, {"names", &names_name}, {"numbers", &numbers_name},
     {"postponed", &postponed_name}, {"reads_arguments", &reads_arguments_name},
@@ -192,7 +193,7 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"enter_state", &enter_state_name}, {"_last", &last_name}, {"note", &note_name},
     {"places", &places_name}, {"rebuild", &rebuild_name},
     {"__exit__", &exit_name}, {"_check_external", &check_external_name}, {"_lent", &lent_name},
-    {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name}, {"put", &put_name},
+    {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name}, {"put", &put_name}, {"survey", &survey_name},
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
     {"acquire", &acquire_name}, {"advance", &advance_name}, {"align", &align_name},
     {"asks", &asks_name}, {"before_write", &before_write_name},
@@ -260,6 +261,7 @@ PyMethodDef functions[] = {
     {"replay_frame", (PyCFunction)(void*)new_replay_frame, METH_FASTCALL,
      "Return a new `ReplayFrame`."},
     {"route", (PyCFunction)(void*)route_of, METH_FASTCALL, "Return what was surveyed."},
+    {"same", (PyCFunction)(void*)say_the_same, METH_FASTCALL, "Compare two routes."},
     {"run", (PyCFunction)(void*)run_frame, METH_FASTCALL, "As `RerunFrame.run`."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
     {"run_replay", (PyCFunction)(void*)run_replay, METH_FASTCALL,

@@ -22,12 +22,13 @@ struct Survey {
   std::unordered_map<PyObject*, Numbered> numbers = {};  // Of values on the tape.
   std::unordered_map<const c10::StorageImpl*, size_t> memories = {};  // Their numbers.
   std::vector<WeakStorage> storages = {};  // No other one gets the address of these.
+  std::vector<Ref> handles = {};  // Weak, of the saved tensors; null for what was freed.
   long operators = 0;  // How many have run; more steps may have been added.
   bool is_whole = true;
 };
 
 using SurveyBox = Box<Survey>;
-using RouteBox = Box<std::shared_ptr<Route>>;
+using RouteBox = Box<std::shared_ptr<const Route>>;
 
 inline size_t memory_of(Survey& of, const at::Tensor& tensor) {
   auto [found, is_new] = of.memories.emplace(storage_of(tensor), of.storages.size());
@@ -84,6 +85,7 @@ inline long number_rebased(Survey& of, PyObject* value, const at::Tensor& tensor
   Step view{nullptr, view_operator, view_call(Geometry::of(tensor)), {owner->number},
             {static_cast<long>(number)}, at::GradMode::is_enabled(), true};
   view.number = of.operators;
+  view.place = route.steps.empty() ? 0 : route.steps.back().place;
   route.steps.push_back(std::move(view));
   return static_cast<long>(number);
 }

@@ -29,7 +29,7 @@ void for_each_sharing(const Trip& trip, size_t owner, const Visit& visit) {
   }
 }
 
-// Counts what will use each value in a plan, as in Python, of a call in one turn.
+// Counts what will use each value in a plan, as in Python.
 class UseCounter {
  public:
   explicit UseCounter(Trip& trip) : trip_(trip), route_(*trip.route), is_run_(trip.steps.size()) {
@@ -50,12 +50,17 @@ class UseCounter {
       wanted_.pop_back();
       if (!is_run_[step]) {
         is_run_[step] = true;
-        count_step(route_.steps[step]);
+        count_step(step);
       }
     }
     for (size_t i = 0; i < trip_.values.size(); ++i) {
       if (!is_held(trip_, i) && trip_.values[i].tensor.defined()) {
         carry_retained(i);  // From an earlier stage.
+      }
+    }
+    for (size_t value : trip_.entries) {
+      if (trip_.values[value].tensor.defined() && !trip_.values[value].is_carried) {
+        carry(value);
       }
     }
   }
@@ -69,10 +74,16 @@ class UseCounter {
     }
   }
 
-  void count_step(const Step& step) {
+  void count_step(size_t number) {
+    const Step& step = route_.steps[number];
     for (size_t input : step.inputs) {
       use(input);
-      trip_.values[root_of(route_, input)].reads += !step.is_view;
+      long owner = root_of(route_, input);
+      trip_.values[owner].reads += !step.is_view;
+      if (is_entry(owner, number)) {
+        trip_.entries.insert(owner);  // Stages of the turn go on from there.
+        carry(owner);
+      }
     }
     for (long output : step.outputs) {
       if (output >= 0) {
@@ -81,11 +92,22 @@ class UseCounter {
     }
   }
 
+  // Whether a step reads what was made before its turn.
+  bool is_entry(size_t read, size_t step) const {
+    auto turn = [&](size_t step) { return std::min(turn_of(route_, step), trip_.turn); };
+    return trip_.turn > 0 && !is_held(trip_, read) &&
+        turn(route_.values[read].step) != turn(step);
+  }
+
   void carry_retained(size_t number) {
     if (route_.retains(trip_.stage, number)) {
-      add_use(trip_, number, 1);
-      trip_.values[number].is_carried = true;
+      carry(number);
     }
+  }
+
+  void carry(size_t number) {
+    add_use(trip_, number, 1);
+    trip_.values[number].is_carried = true;
   }
 
   Trip& trip_;
@@ -94,15 +116,31 @@ class UseCounter {
   std::vector<size_t> wanted_;
 };
 
+// Begins a turn, and forgets what only later ones read of those before.
+inline void enter_turn(Trip& trip) {
+  const Route& route = *trip.route;
+  size_t turn = trip.stage < 0 ? 0 : trip.stage / route.stages;
+  if (turn != trip.turn) {
+    trip.turn = turn;
+    size_t begin = turn == 0 ? 0 : route.turns[turn - 1];
+    for (auto entry = trip.entries.begin(); entry != trip.entries.end();) {
+      bool is_before = static_cast<size_t>(route.values[*entry].step) < begin;
+      entry = is_before ? std::next(entry) : trip.entries.erase(entry);
+    }
+  }
+}
+
 // Begins a backward pass, or a stage of it, which finds what others have retained.
 inline void plan_for(Trip& trip, long task, long stage) {
   if (task != trip.task) {
     forget_recomputed(trip);
+    trip.entries.clear();
     trip.has_run = false;
   }
   ++trip.plan;
   trip.task = task;
   trip.stage = stage;
+  enter_turn(trip);
   UseCounter(trip).count();
   for (size_t i = 0; i < trip.values.size(); ++i) {
     if (!is_held(trip, i) && trip.values[i].uses == 0) {

@@ -158,22 +158,7 @@ inline void record_arguments(Observed& call) {
 
 // The arguments without their tensors, to be kept with the operation.
 inline std::vector<c10::IValue> kept_arguments(const Observed& call) {
-  std::vector<c10::IValue> kept(call.stack.begin() + call.first, call.stack.end());
-  for (const StandIn& stand_in : call.stand_ins) {
-    kept[stand_in.argument] = c10::IValue();
-  }
-  for (size_t i = 0; i < call.places.size(); ++i) {
-    const Place& place = call.places[i];
-    if (place.element < 0) {
-      kept[place.argument] = c10::IValue();
-      continue;
-    }
-    if (i == 0 || call.places[i - 1].argument != place.argument) {
-      kept[place.argument] = copied_list(kept[place.argument]);
-    }
-    put_element(kept[place.argument], place.element, at::Tensor());
-  }
-  return kept;
+  return without_tensors(call.stack, call.first, call.places, call.stand_ins);
 }
 
 } // namespace membudget

@@ -46,14 +46,14 @@ inline bool follow(
   }
   Trip& trip = TripBox::of(recording::trip.of(recording));
   size_t first = stack.size() - target.schema().arguments().size();
-  if (!is_idle(of) || !is_current(recording::stream.of(recording)) ||
-      !is_next(trip, known, stack, first)) {
-    leave(recording);
+  bool is_next_step = is_idle(of) && is_current(recording::stream.of(recording)) &&
+      goes_on(trip, recording, false, [&] { return is_next(trip, known, stack, first); });
+  if (!is_next_step) {
+    leave(recording, true);
     return false;
   }
-  if (!take_step(trip, target, below, stack)) {
-    --trip.at;
-    leave(recording);
+  if (!take_step(trip, recording, target, below, stack)) {
+    leave(recording, false);
     add(recording::number, recording, 1);
     add(recording::place, recording, 1);
   }

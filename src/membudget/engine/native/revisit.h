@@ -65,7 +65,7 @@ inline void run_step(Trip& trip, size_t number) {
     return;
   }
   at::Tensor written = step.writes() ? writable(trip, step) : at::Tensor();
-  c10::Stack stack = filled(step.call, [&](size_t i) {
+  c10::Stack stack = filled(call_of(trip, number), [&](size_t i) {
     bool is_target = i == 0 && step.writes();
     return is_target ? part_of(*trip.route, step, written) : trip.values[step.inputs[i]].tensor;
   });

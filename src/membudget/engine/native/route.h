@@ -6,17 +6,16 @@
 //   memories 0 1 2   3                   4   which values share one
 //   saves    x W h g ...                     what autograd saved, and after which step
 //
-// A later call on the same path is a *trip* if its operators read the same values: it
-// writes no tape, for the route is its tape. `survey.h` draws up a route, `trip.h` follows
-// one, `revisit.h` replays from one, and `leave.h` writes the tape of a call that takes
-// another turn, as if it had been recorded from its start.
+// A later call is a *trip* if its operators read the same values: it writes no tape, for the
+// route is its tape. `survey.h` draws up a route, `follow.h` follows one, `fork.h` goes on
+// along another one where two part, `revisit.h` replays from one, and `leave.h` writes the
+// tape of a call that takes another turn, as if it had been recorded from its start.
 
 #pragma once
 
 #include "geometry.h"
 #include "observe.h"
 
-#include <cstring>
 #include <memory>
 #include <optional>
 
@@ -35,7 +34,8 @@ struct Step {
   bool is_view = false;
   long kept = 0;  // How many outputs the policy kept.
   std::vector<size_t> stood_in_for = {};  // The memory of each argument with a stand-in.
-  long number = 0;  // Of the operator among those of the call, or of the latest one.
+  long number = 0;  // Of the operator among those of the call, or of the latest one,
+  long place = 0;  // and for the policy.
   long part = -1;  // The view of input 0 that it overwrites; -1 if all of it.
 
   bool is_rebased() const { return known == nullptr; }
@@ -61,7 +61,8 @@ struct RouteValue {
   // Compared for values from outside only: those of all others follow.
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::Device device = c10::kCPU;
-  std::optional<Geometry> geometry = {};  // Of memory that is viewed again, and of its parts.
+  // Of memory that is viewed again, and of its parts; of all values if the policy reads sizes.
+  std::optional<Geometry> geometry = {};
 
   bool is_held() const { return step < 0 || is_kept; }
 };
@@ -87,10 +88,31 @@ struct Route {
   // For memory that steps overwrite: the views of each value, and the values that own it.
   std::vector<std::vector<size_t>> views;
   std::vector<std::vector<size_t>> owners;  // By the number of the memory.
-  std::vector<std::vector<bool>> retained;  // The values that each stage leaves to others.
+  std::vector<size_t> turns;  // The first step of each turn, as in `alignment.py`,
+  size_t stages = 0;  // how many stages a turn has,
+  std::vector<std::vector<bool>> retained;  // and the values that each leaves to others.
+  bool reads_sizes = false;  // Whether what is kept may depend on the sizes of tensors.
 
   bool retains(long stage, size_t value) const { return stage >= 0 && retained[stage][value]; }
 };
+
+// How many turns have begun before a step has run.
+inline size_t turn_of(const Route& route, size_t step) {
+  return std::upper_bound(route.turns.begin(), route.turns.end(), step) - route.turns.begin();
+}
+
+// Notes where the policy counts again from a number that it has passed.
+inline void note_turns(Route& route) {
+  long before = 0;
+  for (size_t i = 0; i < route.steps.size(); ++i) {
+    if (!route.steps[i].is_rebased()) {
+      if (route.steps[i].place <= before) {
+        route.turns.push_back(i);
+      }
+      before = route.steps[i].place;
+    }
+  }
+}
 
 inline long root_of(const Route& route, size_t value) {
   long root = route.values[value].root;
@@ -139,8 +161,9 @@ inline void note_written(Route& route) {
 }
 
 // Keeps the geometry of the parts that steps overwrite, and that of memory that is viewed
-// again, which a call must have: that of most views follows.
-inline void forget_geometry(Route& route) {
+// again, which a call must have: that of most views follows. False if it is not known.
+inline bool forget_geometry(Route& route) {
+  bool is_known = true;
   std::vector<bool> is_viewed(route.makes_memory.size()), is_part(route.values.size());
   for (const Step& step : route.steps) {
     if (step.is_rebased() || step.part >= 0) {
@@ -153,82 +176,12 @@ inline void forget_geometry(Route& route) {
   for (size_t i = 0; i < route.values.size(); ++i) {
     RouteValue& value = route.values[i];
     bool is_used = value.root < 0 ? is_viewed[value.memory] : is_rebased(route, i) || is_part[i];
-    if (!is_used) {
+    is_known &= !is_used || value.geometry;
+    if (!is_used && !route.reads_sizes) {
       value.geometry.reset();
     }
   }
-}
-
-// Comparing arguments.
-
-inline bool are_same_bytes(const void* one, const void* other, size_t bytes) {
-  return std::memcmp(one, other, bytes) == 0;
-}
-
-// Whether two arguments that are no tensors of their own are the same: both undefined,
-// or numbers that the dispatcher has wrapped.
-inline bool are_same_numbers(const at::Tensor& one, const at::Tensor& other) {
-  if (!one.defined() || !other.defined()) {
-    return one.defined() == other.defined();
-  }
-  return !is_tensor(one) && !is_tensor(other) && one.dtype() == other.dtype() &&
-      one.is_cpu() && other.is_cpu() &&
-      are_same_bytes(one.const_data_ptr(), other.const_data_ptr(), one.itemsize());
-}
-
-inline bool are_same(const c10::IValue& one, const c10::IValue& other) {
-  if (one.isNone() || other.isNone()) {
-    return one.isNone() && other.isNone();
-  }
-  if (one.isInt()) {
-    return other.isInt() && one.toInt() == other.toInt();
-  }
-  if (one.isBool()) {
-    return other.isBool() && one.toBool() == other.toBool();
-  }
-  if (one.isDouble()) {
-    double first = one.toDouble(), second = other.isDouble() ? other.toDouble() : 0;
-    return other.isDouble() && are_same_bytes(&first, &second, sizeof first);
-  }
-  if (one.isTensor()) {
-    return other.isTensor() && are_same_numbers(one.toTensor(), other.toTensor());
-  }
-  if (one.isList() && other.isList()) {
-    auto here = one.toListRef(), there = other.toListRef();
-    return std::equal(here.begin(), here.end(), there.begin(), there.end(), are_same);
-  }
-  if (one.isDevice()) {
-    return other.isDevice() && one.toDevice() == other.toDevice();
-  }
-  return one.isString() && other.isString() && one.toStringRef() == other.toStringRef();
-}
-
-inline bool is_list_of_tensors(const c10::IValue& value) {
-  return value.isTensorList() || value.isOptionalTensorList();
-}
-
-// Whether a constant is made on the device of the first argument, which the step names.
-inline bool is_own_device(
-    const Step& step, const c10::IValue& then, const c10::IValue& now, const c10::IValue& like) {
-  return step.known->kind == Kind::constant && then.isDevice() && now.isNone() &&
-      then.toDevice() == like.toTensor().device();
-}
-
-// Whether the arguments that are no tensors are those of the step.
-inline bool has_arguments(const Step& step, const c10::Stack& stack, size_t first) {
-  for (size_t i = 0; i < step.call.stack.size(); ++i) {
-    const c10::IValue &then = step.call.stack[i], &now = stack[first + i];
-    if (now.isTensor() && is_tensor(now.toTensor())) {
-      continue;
-    }
-    bool is_same = is_list_of_tensors(now)
-        ? is_list_of_tensors(then) && then.toListRef().size() == now.toListRef().size()
-        : are_same(then, now) || is_own_device(step, then, now, stack[first]);
-    if (!is_same) {
-      return false;
-    }
-  }
-  return true;
+  return is_known;
 }
 
 } // namespace membudget

@@ -7,7 +7,15 @@
 
 #include "numbers.h"
 
+#include <set>
+
 namespace membudget {
+
+// Whether the policy sees what an operator makes, and not only which operator it is.
+inline bool reads_sizes(const Observed& call) {
+  return recording::numbers.is_none(call.recording) &&
+      decided(call.recording, call.known) == Py_None;
+}
 
 inline Step& add_step(
     Survey& of,
@@ -17,7 +25,7 @@ inline Step& add_step(
     std::vector<long> outputs,
     long kept) {
   long number = recording::number.number(call.recording);
-  of.is_whole &= number == ++of.operators && number == recording::place.number(call.recording);
+  of.is_whole &= number == ++of.operators;
   Step step{
       &call.known, operation::overload.of(operation),
       CallBox::of(operation::native.of(operation)), std::move(inputs), std::move(outputs),
@@ -27,6 +35,8 @@ inline Step& add_step(
     step.stood_in_for.push_back(memory_of(of, call.stood_in_for[i]));
   }
   step.number = number;
+  step.place = recording::place.number(call.recording);
+  of.route->reads_sizes |= reads_sizes(call);
   of.route->steps.push_back(std::move(step));
   return of.route->steps.back();
 }
@@ -74,6 +84,7 @@ inline void survey_held_write(const Observed& call) {
         {call.target, kept_arguments(call), call.places}, numbers_of(of, call), {},
         at::GradMode::is_enabled()};
     step.number = ++of.operators;
+    step.place = recording::place.number(call.recording);
     of.route->steps.push_back(std::move(step));
   }
 }
@@ -90,6 +101,7 @@ inline void survey_save(PyObject* recording, PyObject* handle, const at::Tensor&
     Survey& of = SurveyBox::of(noted);
     size_t number = number_of(of, handle::value.of(handle), tensor);
     of.route->saves.push_back({number, of.route->steps.size(), handle::stage.number(handle)});
+    of.handles.push_back(weak(handle));
   }
 }
 
@@ -100,39 +112,67 @@ inline PyObject* new_survey(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// The value that the plan names as an output of an operator; -1 if there is none, or if it is
-// held.
-inline long output_of(const Route& route, long number, size_t index) {
-  auto is_before = [](const Step& step, long number) { return step.number < number; };
-  auto step = std::lower_bound(route.steps.begin(), route.steps.end(), number, is_before);
-  bool is_known = step != route.steps.end() && step->number == number &&
-      index < step->outputs.size();
-  long value = is_known ? step->outputs[index] : -1;
-  return value >= 0 && !route.values[value].is_held() ? value : -1;
+constexpr size_t most_turns = 64;  // As `_MOST_TURNS`.
+
+// Whether a step is the one that a turn knows by its number: as `CallStages.is_current`.
+inline bool is_current(const Route& route, size_t turn, size_t step) {
+  size_t last = turn == most_turns ? route.turns.size() : turn, own = turn_of(route, step);
+  bool is_last = own <= last;
+  for (size_t i = own; is_last && i < last; ++i) {
+    is_last = route.steps[step].place < route.steps[route.turns[i]].place;
+  }
+  return is_last;
 }
 
-// The values that a stage retains, of the outputs that the plan names for it.
-inline std::vector<bool> retained_of(const Route& route, PyObject* outputs) {
+// The values that a stage retains, of the outputs that the plan names for it: those of
+// operators by number, and then by index.
+inline std::vector<bool> retained_of(const Route& route, size_t turn, PyObject* outputs) {
   std::vector<bool> found(route.values.size());
-  Ref named = Ref::made(PySequence_Fast(outputs, "outputs"));
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE((PyObject*)named); ++i) {
-    PyObject* output = PySequence_Fast_GET_ITEM((PyObject*)named, i);
-    long value = output_of(
-        route, PyLong_AsLong(PyTuple_GET_ITEM(output, 0)),
-        PyLong_AsSize_t(PyTuple_GET_ITEM(output, 1)));
-    if (value >= 0) {
-      found[value] = true;
+  std::set<std::pair<long, size_t>> named;
+  Ref all = Ref::made(PySequence_Fast(outputs, "outputs"));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE((PyObject*)all); ++i) {
+    PyObject* output = PySequence_Fast_GET_ITEM((PyObject*)all, i);
+    named.emplace(
+        PyLong_AsLong(PyTuple_GET_ITEM(output, 0)), PyLong_AsSize_t(PyTuple_GET_ITEM(output, 1)));
+  }
+  for (size_t i = 0; i < route.steps.size(); ++i) {
+    const Step& step = route.steps[i];
+    for (size_t index = 0; !step.is_rebased() && index < step.outputs.size(); ++index) {
+      long value = step.outputs[index];
+      if (value >= 0 && !route.values[value].is_held() && named.count({step.place, index}) &&
+          is_current(route, turn, i)) {
+        found[value] = true;
+      }
     }
   }
   return found;
 }
 
-inline std::vector<std::vector<bool>> retained_by(const Route& route, PyObject* stages) {
-  std::vector<std::vector<bool>> found;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(stages); ++i) {
-    found.push_back(retained_of(route, PyTuple_GET_ITEM(stages, i)));
+// Notes what each stage retains; the stages of later turns come after those of earlier ones.
+inline void note_retained(Route& route, PyObject* stages) {
+  route.stages = PyTuple_GET_SIZE(stages);
+  size_t turns = std::min(route.turns.size(), most_turns);
+  for (size_t i = 0; i < route.stages * (turns + 1); ++i) {
+    route.retained.push_back(
+        retained_of(route, i / route.stages, PyTuple_GET_ITEM(stages, i % route.stages)));
   }
-  return found;
+}
+
+// Notes the stages of saved tensors, which are final once the forward has ended; returns how
+// many the tape has.
+inline size_t note_stages(Survey& of) {
+  size_t count = 0;
+  for (size_t i = 0; i < of.handles.size(); ++i) {
+    if (of.handles[i] == nullptr) {
+      continue;  // Freed before the call left an earlier route.
+    }
+    ++count;
+    PyObject* handle = PyWeakref_GET_OBJECT((PyObject*)of.handles[i]);
+    if (handle != Py_None) {
+      of.route->saves[i].stage = handle::stage.number(handle);
+    }
+  }
+  return count;
 }
 
 // route(survey, operators, saved, stages): the route; `None` if not all was seen. For each
@@ -142,14 +182,14 @@ inline PyObject* route_of(PyObject*, PyObject* const* given, Py_ssize_t) {
   Survey& of = SurveyBox::of(given[0]);
   long operators = PyLong_AsLong(given[1]);
   size_t saved = PyLong_AsSize_t(given[2]);
-  if (!of.is_whole || of.operators != operators ||
-      of.route->saves.size() != saved) {
+  if (!of.is_whole || of.operators != operators || note_stages(of) != saved ||
+      !forget_geometry(*of.route)) {
     Py_RETURN_NONE;
   }
   of.route->needs = needs_of(*of.route);
-  of.route->retained = retained_by(*of.route, given[3]);
+  note_turns(*of.route);
+  note_retained(*of.route, given[3]);
   note_written(*of.route);
-  forget_geometry(*of.route);
   return RouteBox::make(of.route).release();
   END_HANDLE_TH_ERRORS
 }

@@ -28,6 +28,7 @@ class Writer {
     c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKey::Python);
     forget_overwritten();
     for (size_t i = 0; i < trip_.at; ++i) {
+      before_.push_back(clock_);
       if (tracker_ != nullptr || trip_.steps[i] > 0) {
         write_step(i);
       }
@@ -43,18 +44,18 @@ class Writer {
     return clock_;
   }
 
+  // The value on the tape, or null.
+  PyObject* written(size_t number) const { return made_[number]; }
+
+  // How many operations the tape had before a step.
+  long before(size_t step) const { return before_[step]; }
+
  private:
   // A tensor that lives no longer has a value from before the last write to its memory.
   void forget_overwritten() {
-    std::vector<long> last(route_.makes_memory.size(), -1);  // The step that wrote to each.
-    for (size_t i = 0; i < trip_.at; ++i) {
-      if (route_.steps[i].writes()) {
-        last[route_.values[route_.steps[i].outputs[1]].memory] = static_cast<long>(i);
-      }
-    }
+    auto last = last_writes(trip_);
     for (size_t i = 0; i < trip_.values.size(); ++i) {
-      const RouteValue& known = route_.values[i];
-      if (!known.is_held() && known.step < last[known.memory]) {
+      if (!is_held(trip_, i) && is_overwritten(trip_, last, i)) {
         trip_.values[i].live.reset();
       }
     }
@@ -191,8 +192,8 @@ class Writer {
         check(PyList_SetItem(inputs, 0, part_of(step, memory).release()));
       }
       operation = new_operation(
-          step.overload, inputs, CallBox::make(step.call), membudget::number(++clock_),
-          membudget::number(step.is_rebased() ? 0 : step.number));
+          step.overload, inputs, CallBox::make(call_of(trip_, i)), membudget::number(++clock_),
+          membudget::number(step.is_rebased() ? 0 : step.place));
       operation::grad_enabled.set(operation, step.grad_enabled ? Py_True : Py_False);
       operation::default_dtype.set(operation, python_dtype(trip_.dtype));
       if (trip_.drawn[i] != nullptr) {
@@ -205,7 +206,7 @@ class Writer {
     }
     for (size_t output = 0; output < step.outputs.size(); ++output) {
       if (step.outputs[output] >= 0) {
-        write_output(operation, static_cast<long>(output), step.outputs[output]);
+        write_output(operation, step, static_cast<long>(output));
       }
     }
   }
@@ -241,14 +242,25 @@ class Writer {
     write_made(number, new_output(operation, 1, Py_None));
   }
 
-  void write_output(const Ref& operation, long index, size_t number) {
+  void write_output(const Ref& operation, const Step& step, long index) {
+    size_t number = step.outputs[index];
     const RouteValue& known = route_.values[number];
     if (operation == nullptr || known.is_kept) {
       write_held(number, new_value(Py_None, index, Py_None));
       return;
     }
-    PyObject* root = known.root < 0 ? Py_None : root_of(value_at(known.root));
+    PyObject* root = known.root < 0 ? Py_None : owner_of(step, known.root);
     write_made(number, new_output(operation, index, root));
+  }
+
+  // What owns the memory that a step views: `root`, or a view of it if that alone is left.
+  PyObject* owner_of(const Step& step, long root) {
+    for (size_t input : step.inputs) {
+      if (membudget::root_of(route_, input) == root && made_[root] == nullptr) {
+        return root_of(made_[input]);
+      }
+    }
+    return root_of(value_at(root));
   }
 
   // A value that its step makes again.
@@ -270,6 +282,7 @@ class Writer {
   PyObject* tracker_;
   long clock_ = 0;
   std::vector<Ref> made_;
+  std::vector<long> before_;
   std::unordered_map<const c10::StorageImpl*, Ref> memories_;
 };
 

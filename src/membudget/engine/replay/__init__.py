@@ -43,8 +43,11 @@ Rule 10. Only the handles in the autograd graph own the tape, which has no refer
     cycles: when the graph is freed, so is the tape.
 Rule 11. Calls whose operators read what they read in an earlier call, from tensors that
     share memory as they did there, and save what they saved, write no tape: the *route*
-    of that call is theirs, too. They hold no tensor that no replay needs. A call that
-    leaves its route is recorded as if from its start: what it has overwritten since is
-    gone, so the values made of that are kept instead. A route takes the extension in
-    C++, one stream, and no saved-tensor hooks around the region.
+    of that call is theirs, too. Numbers among the arguments, such as sizes, may be
+    others. They hold no tensor that no replay needs. Where a call parts from its route,
+    it goes on along another that is the same up to there, and holds what that needs. If
+    there is none, or if what it needs is gone, the call is recorded as if from its
+    start: what it has overwritten since is gone, so the values made of that are kept
+    instead. A route takes the extension in C++, one stream, and no saved-tensor hooks
+    around the region.
 """

@@ -21,7 +21,12 @@ from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.aliasing import AS_STRIDED, EMPTY, Tracker
 from membudget.engine.replay.checks import Checks
 from membudget.engine.replay.extension import EXTENSION
-from membudget.engine.replay.following import end_trip, routes_of, set_out
+from membudget.engine.replay.following import (
+    end_trip,
+    realign,
+    routes_of,
+    set_out,
+)
 from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.replay.living import LiveStorage, LiveTensor, RecordedMemory
@@ -139,7 +144,7 @@ _NORMALISATIONS = ("aten::native_batch_norm", "aten::cudnn_batch_norm")
 _BOUND: tuple[Any, ...] = (
     *(Checks, ForwardRecord, LiveStorage, LiveTensor, Operation, RecordedMemory),
     *(Recorder, ReplayFrame, ReplayHandle, Replayer, Scope, TapeValue, Tracker),
-    *(Parameter, copy_of, end_trip, find_operator, share),
+    *(Parameter, copy_of, end_trip, find_operator, realign, share),
     *(CallStages, NativeReplayer, Sampling, Verified, current_stream),
     *(Routes, is_subclass, module_path_in, observe_operators, operator_conditions),
     *(routes_of, set_out, verified, weakly),
@@ -163,9 +168,10 @@ _NAMED: dict[str, Any] = {
 _CALLED: tuple[Any, ...] = (
     *(ForwardRecord.advance, ForwardRecord.align, ForwardRecord.asks),
     *(ForwardRecord.decided, ForwardRecord.hold, ForwardRecord.note_outputs),
+    Routes.survey,
     *(Operation.inputs, Recorder.note_empty),
     *(CallStages.held_in, CallStages.is_current, CallStages.put),
-    *(end_trip, ReplayFrame.note_run),
+    *(end_trip, realign, ReplayFrame.note_run),
     *(ReplayFrame.explained, Replayer._lent, Replayer._may_overwrite, Replayer._run),
     *(Replayer._source, Replayer.release, Tracker.before_write, share),
     *(Scope.__exit__, Scope.callback, Tracker.mark_read, Tracker.meet),

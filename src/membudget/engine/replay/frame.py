@@ -171,7 +171,7 @@ class ReplayFrame:
         recording.tracker.clear()
         # Only the handles own values from here on: unused sources are gone.
         take = self._checks.finish(recorder, self._replayer)
-        following.note_route(recording, self._replayer)
+        following.note_route(recording, self._replayer, self._checks.verified)
         for reference in recording.tracker.sources:
             source = reference()
             if source is None:

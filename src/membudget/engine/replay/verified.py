@@ -33,7 +33,6 @@ MAX_DEPTH = 4
 # Bounds of the caches; the oldest entry is dropped first.
 _MOST_KEYS = 4096
 _MOST_PATHS = 64
-_MOST_SIZES = 32  # Whose routes are known: each takes about 450 bytes an operator.
 _ALIKE = 4  # Operators after which two sequences are taken to go on alike.
 
 
@@ -57,12 +56,11 @@ class Verified:
         has_subclasses: Whether the region saves tensor subclasses, whose operators are
             observed only by a dispatch mode.
         has_warned: Whether the user was warned about overwritten saved tensors.
-        routes: What is known of the routes of its calls (Rule 11), of the sizes of the
-            latest one.
+        routes: What is known of the routes of its calls (Rule 11).
     """
 
     __slots__ = (
-        *("_by_sizes", "_refs", "calls", "has_subclasses", "has_warned", "is_pending"),
+        *("_refs", "calls", "has_subclasses", "has_warned", "is_pending"),
         *("is_sampled", "paths", "routes", "sampling", "unrepeatable"),
     )
 
@@ -75,21 +73,11 @@ class Verified:
         self.calls = 0
         self.has_subclasses = self.has_warned = False
         self.routes = Routes()
-        self._by_sizes: dict[RecordingKey, Routes] = {}
         self._refs: list[ReferenceType[Any]] = []
 
     def live_with(self, modules: list[Any], key: RecordingKey) -> None:
         """Be forgotten when one of the modules that the signature names dies."""
         self._refs = held_weakly(modules, VERIFIED, key)
-
-    def choose_routes(self, sizes: RecordingKey) -> None:
-        """Choose the routes of a call, whose operators name sizes of tensors."""
-        found = self._by_sizes.get(sizes)
-        if found is None:
-            found = self._by_sizes[sizes] = Routes()
-            if len(self._by_sizes) > _MOST_SIZES:
-                del self._by_sizes[next(iter(self._by_sizes))]
-        self.routes = found
 
     def add(self, path: OperatorPath) -> None:
         """Mark a sequence of operators as verified."""
@@ -157,7 +145,6 @@ def verified(
     found.count()
     if found.sampling is not None:
         found.sampling.count(called)
-        found.choose_routes(called)
     return found
 
 
