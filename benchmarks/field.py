@@ -4,9 +4,9 @@
 
 Each architecture of `tests/field` runs under regions of both engines and within two
 budgets: 60 and 30 % of what its plain step takes above the gradients. The slowdown that
-the plan predicts stands beside the measured one: medians of interleaved steps. Peaks
-are counted by the suite's own allocator, so a C++ compiler is needed. For a plain step
-of t CPU seconds, `fit` may take 35 t + 2.
+the plan predicts stands beside the measured one: the median of interleaved steps, each
+with other random numbers. Peaks are counted by the suite's own allocator, so a C++
+compiler is needed. For a plain step of t CPU seconds, `fit` may take 35 t + 2.
 
 A run of all architectures writes docs/field.md; one of some prints the table only.
 """
@@ -14,10 +14,12 @@ A run of all architectures writes docs/field.md; one of some prints the table on
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -29,8 +31,9 @@ import membudget as mb
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # The architectures stand in `tests.field`.
 
-from harness import in_turns, machine  # noqa: E402
+from harness import machine, rounds_in_turns  # noqa: E402
 
+from tests.field.case import seed_everything  # noqa: E402
 from tests.field.registry import CASES  # noqa: E402
 from tests.field.subject import FIRST, RUNS, Subject, differences  # noqa: E402
 from tests.field.ways import (  # noqa: E402
@@ -44,6 +47,7 @@ from tests.field.ways import (  # noqa: E402
 
 REFUSED = "refused"
 HALVES = ("tuned", "held out")
+FIRST_STEPS = 12  # In which layers are dropped in most of the ways that they are.
 DOCS = ROOT / "docs" / "field.md"
 
 
@@ -91,28 +95,37 @@ def fault(examined: Examined) -> str:
 
 
 def timed(subject: Subject, percent: int, seconds: float) -> tuple[float, float]:
-    """Return the median step under a plan ÷ the median plain step, and its seconds.
+    """Return the steps under a plan ÷ the plain ones, in the median, and their seconds.
 
-    Each step draws what the recorded one drew, so that it drops the same layers.
+    As users train: each step draws other random numbers, and so drops other layers. The
+    two of a round draw the same.
     """
-    step, torch_step = subject.steps[FIRST], Subject(CASES[subject.name]).steps[FIRST]
     subject.reset()
     fitted = fit_or_least(subject, percent, Examined())
-    subject.reset()
-
-    def planned() -> None:
-        subject.seed()
-        step.run()
-        step.prepare()
-
-    def plain() -> None:
-        subject.seed()
-        torch_step.run()
-        torch_step.prepare()
-
-    found, _ = in_turns({"planned": planned, "plain": plain}, seconds=seconds)
+    cases = {
+        "planned": stepped(subject),
+        "plain": stepped(Subject(CASES[subject.name])),
+    }
+    for case in cases.values():
+        for _ in range(FIRST_STEPS):
+            case()
+    found = rounds_in_turns(cases, seconds=seconds, batch_s=0)  # One step a round.
     fitted.remove()
-    return found["planned"].ratio(found["plain"])[0], found["plain"].median_us / 1e6
+    slowdown = median(map(truediv, found["planned"], found["plain"]))
+    return slowdown, median(found["plain"]) / 1e6
+
+
+def stepped(subject: Subject) -> Callable[[], None]:
+    """Return what runs the next step: the nth draws from the nth seed."""
+    subject.reset()
+    seeds = itertools.count()
+
+    def run() -> None:
+        seed_everything(next(seeds))
+        subject.steps[FIRST].run()
+        subject.steps[FIRST].prepare()
+
+    return run
 
 
 def examined_row(name: str, seconds: float) -> Row:
@@ -173,9 +186,10 @@ def markdown(rows: Sequence[Row]) -> str:
         "shares nothing with membudget. `fit 60%` is a budget of the gradients and "
         "60 % of what the plain step takes above them; where it is refused (*), the "
         "least that the refusal names. A rerun refuses a region that writes its own "
-        "input, as documented. Slowdowns are predicted / measured, with the random "
-        "numbers of the recorded step; in brackets is `fit`'s CPU time ÷ (35 times "
-        "that of the plain step + 2 s). The half *held out* is what nothing was tuned "
+        "input, as documented. Slowdowns are predicted, of the recorded step, / "
+        "measured, of steps that draw other random numbers each, and so drop other "
+        "layers; in brackets is `fit`'s CPU time ÷ (35 times that of the plain step "
+        "+ 2 s). The half *held out* is what nothing was tuned "
         f"on. `python3 run.py bench field` makes this page again ({where}).",
         "",
         f"{sum(row.works for row in rows)} of {len(rows)} work in every way.",

@@ -128,8 +128,8 @@ class _Policies:
     offload: Offload | None  # The regions share the host's memory.
 
     def of(self, region: RegionPlan) -> Planned:
-        # A layer that the plan does not know keeps nothing. Its stages then hold what the
-        # plan keeps of its counterpart, or each would recompute it.
+        # A layer that the plan does not know keeps nothing. Its stages then hold what
+        # the plan keeps of its counterpart, or each would recompute it.
         stages = Stages(
             [(stage.after, stage.saved) for stage in region.stages],
             [
