@@ -205,7 +205,8 @@ def living() -> list[str]:
     """Name what recordings are made of and that lives."""
     settle()
     names = [type(thing).__name__ for thing in gc.get_objects() if _is_recorded(thing)]
-    return [n for n in names if n not in ("Routes", "Verified")]  # There for good.
+    for_good = "Known", "Routes", "Verified"
+    return [name for name in names if name not in for_good]
 
 
 def _is_recorded(thing: object) -> bool:

@@ -48,7 +48,8 @@ def test_rule11_calls_of_other_lengths_follow_a_route_with_their_numbers(
     function, keep, trips
 ):
     check_lengths(function, replayed(function, KEEPS[keep]), LENGTHS)
-    assert trips == [True] * 8
+    draws_on_device = function is drawn and torch.get_default_device().type != "cpu"
+    assert trips == [True] * (0 if draws_on_device else 8)
 
 
 def test_rule11_verified_calls_of_other_lengths_follow_a_route(trips):
