@@ -62,5 +62,5 @@ def test_rule11_python_runs_as_often_however_much_is_recomputed(keep, verify, tr
         found = python_calls(step(region, count))
         counts.append(found - python_calls(step(layers, count)))
     assert trips[-1]
-    assert counts[0] == counts[1]
+    assert not counts[1] - counts[0]  # The longer one takes nothing more.
     assert counts[0].total() < 60
