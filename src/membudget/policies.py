@@ -205,8 +205,7 @@ class _PlannedCall(Policy):
         """Return whether the plan does not say of an output whether it is kept."""
         if self.alignment is None:
             return self._has_differed
-        is_again = place in self._met or place[0] <= self._followed
-        return is_again or self.alignment.is_lost
+        return place in self._met or place[0] <= self._followed
 
     @property
     def differs(self) -> bool:

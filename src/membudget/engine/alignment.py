@@ -81,12 +81,11 @@ class Alignment:
         returns: Each time that it has gone back: how many operations had been recorded,
             and to which number. A *turn* begins there: operators from that number on
             have a counterpart once more.
-        is_lost: Whether the latest number may be wrong.
-        lost: Which operator of the call was the first with such a number.
+        lost: Which operator of the call was the first with a number that may be wrong.
     """
 
     __slots__ = (
-        *("_begin", "is_lost", "_sequence", "_tail", "has_left", "lost", "names"),
+        *("_begin", "_is_lost", "_sequence", "_tail", "has_left", "lost", "names"),
         "returns",
     )
 
@@ -98,7 +97,7 @@ class Alignment:
         self.returns: list[tuple[int, int]] = []
         self._tail: tuple[str, ...] = ()  # Operators before the current stretch.
         self.lost = 0
-        self.is_lost = False
+        self._is_lost = False
         self._begin = 0  # Where the stretch began that has followed the sequence since.
 
     def number_of(self, name: str, place: int, count: int, recorded: int) -> int:
@@ -113,10 +112,10 @@ class Alignment:
         stretch = self.names[max(self._begin, place - _MOST) : place]
         self._tail = (*self._tail, *stretch, name)[-_MOST:]
         found = self._sequence.place_after(self._tail, place)
-        if not self.is_lost or self.lost <= count - _FAR:
+        if not self._is_lost or self.lost <= count - _FAR:
             self.lost = count
         # It may stand in for the next one: numbers go on until more is known.
-        self.is_lost = found is None
+        self._is_lost = found is None
         number = place + 1 if found is None else found
         self.has_left |= number != place + 1
         if number <= place:
