@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-import membudget as mb
-from membudget import policies
+from membudget.engine.candidate import Candidate
+from membudget.engine.policy import Policy
 from membudget.engine.replay import routes
-from membudget.engine.replay.routes import Routes
-from tests.dropping import BATCH, Stack, staged_plan
-from tests.engine.replay.followed import KEEPS, check, replayed
-from tests.oracles import CountedOperators
+from tests.engine.replay.followed import (
+    KEEPS,
+    Function,
+    check,
+    replayed,
+)
 
 
 class Layers(nn.Module):
@@ -76,37 +76,6 @@ def test_rule11_routes_part_where_an_operator_makes_memory_of_another_kind(trips
     assert trips == [True, False, *[True] * 4]  # The 4th is surveyed from its start.
 
 
-def test_rule11_a_fork_holds_what_only_the_other_route_needs(trips):
-    """Freed on the first route, a source is held as soon as a call takes the second."""
-
-    def function(x: Tensor, multiplies: bool) -> Tensor:
-        scale = x.detach() * 2
-        y = x.exp() + scale.sin()
-        return y * scale.cos() if multiplies else y.tanh()
-
-    region = replayed(function)
-    check(function, region, [False, False, True, False, True, True, False])
-    assert trips == [True, False, *[True] * 4]
-
-
-def test_rule11_what_only_the_first_route_needs_is_freed_at_a_fork(trips):
-    freed: list[bool] = []
-
-    def function(x: Tensor, multiplies: bool) -> Tensor:
-        scale = (x.detach() * 2).sin()
-        memory = StorageWeakRef(scale.untyped_storage())
-        y = x.exp()
-        y = y * scale if multiplies else y.tanh()
-        del scale
-        freed.append(memory.expired())
-        return y.cos()
-
-    region = replayed(function, policies.everything)
-    check(function, region, [True, True, False, True, False])
-    assert trips == [True, False, True, True]
-    assert freed == [False] * 4 + [True] * 2 + [False] * 2 + [True] * 2
-
-
 def test_rule11_the_routes_of_a_signature_are_few(trips, monkeypatch):
     monkeypatch.setattr(routes, "_MOST_ROUTES", 3)
 
@@ -145,43 +114,49 @@ def test_rule11_surveys_in_vain_are_few(trips):
     assert trips == [False, *[True] * 6]
 
 
-def taken(model: Stack, seed: int) -> tuple[int, Counter[str]]:
-    """Return the peak of a step, and the operators of its backward pass."""
-    torch.manual_seed(seed)
-    peak_bytes = mb.peak(lambda: model(BATCH).backward()).peak_bytes
-    model.zero_grad()
-    loss = model(BATCH)
-    with CountedOperators() as operators:
-        loss.backward()
-    model.zero_grad()
-    return peak_bytes, Counter(operators.counts)
+def test_rule11_tensors_at_other_places_among_the_arguments_are_another_route(trips):
+    """Without their tensors, both calls of `clamp` have the same arguments."""
+
+    def function(x: Tensor, low: bool, more: bool) -> Tensor:
+        bound = x.detach() * 0.5
+        y = torch.clamp(x, min=bound) if low else torch.clamp(x, max=bound)
+        y = y.exp().sin() if more else y.exp()
+        return y * y
+
+    def both(call: Function) -> Function:
+        return lambda x, ways: call(x, *ways)
+
+    ways = [(1, 0), (0, 1), (1, 0), (1, 1), (0, 1), (0, 0), (0, 0), (1, 1)]
+    check(both(function), both(replayed(function)), ways)
+    assert trips[-2:] == [True, True]
 
 
-@pytest.mark.parametrize("planned", [(), (1,), (0, 5, 8)])
-def test_rule11_steps_that_drop_layers_take_no_more_on_routes_than_recorded(
-    planned, trips, monkeypatch
-):
-    torch.manual_seed(0)
-    model = Stack()
-    plan, _ = staged_plan(model, frozenset(planned))
-    steps = [(), (7,), (3, 4), (0, 2, 9, 11), (1,), (7,), (2,), ()]
-    with monkeypatch.context() as recorded:
-        recorded.setattr(Routes, "survey", lambda routes: None)
-        mb.apply(model, plan)
-        expected = []
-        for seed in range(2):  # The second time, no sequence is new.
-            for dropped in steps:
-                model.dropped = frozenset(dropped)
-                expected.append(taken(model, seed))
-    assert not trips
-    mb.apply(model, plan)
-    for seed in range(5):
-        for dropped, (peak_bytes, operators) in zip(steps, expected[8:], strict=True):
-            model.dropped = frozenset(dropped)
-            trips.clear()
-            found = taken(model, seed)
-            if seed == 4:
-                assert trips.count(False) <= 1, dropped
-            if trips == [True, True]:
-                assert found[1] == operators, dropped
-                assert found[0] <= peak_bytes, dropped
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_rule11_numbers_of_a_call_that_failed_are_forgotten(goes_on, trips):
+    def function(x: Tensor, rows: int) -> Tensor:
+        y = x.sin()
+        try:
+            z = y.view(rows, -1)
+        except RuntimeError:
+            z = y.view(2, -1) if goes_on else y.exp()
+        return (z.exp() * z.flatten()[:6].cos().sum()).sum()
+
+    check(function, replayed(function), [2, 2, 7, 2, 7, 3])
+    assert trips == [True, goes_on, *[True] * 3]
+
+
+class Large(Policy):
+    """Keeps what has more elements than any tensor here."""
+
+    reads_arguments = False
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return candidate.output.numel() > 1000
+
+
+def test_rule11_a_policy_that_sees_sizes_has_a_route_for_each_number(trips):
+    def function(x: Tensor, factor: float) -> Tensor:
+        return (x * factor).sin().exp()
+
+    check(function, replayed(function, Large()), [0.5, 0.7, 0.5, 0.7, 0.5, 0.7])
+    assert trips == [False, True, True, True, True]

@@ -136,7 +136,7 @@ inline Alike compared(const StandIn& one, const StandIn& other) {
 
 // How the arguments of two steps compare.
 inline Alike compared(const Call& one, const Call& other) {
-  Alike found = one.stack.size() == other.stack.size() &&
+  Alike found = one.stack.size() == other.stack.size() && one.places == other.places &&
           one.stand_ins.size() == other.stand_ins.size()
       ? Alike::same
       : Alike::no;

@@ -26,6 +26,10 @@ namespace membudget {
 struct Place {
   size_t argument;
   int element = -1;
+
+  bool operator==(const Place& other) const {
+    return argument == other.argument && element == other.element;
+  }
 };
 
 // What a replay passes for an argument whose content affects no output, as `Scratch` and

@@ -57,8 +57,12 @@ void for_each_met_in(Trip& trip, const at::Tensor& written, const Visit& visit) 
 inline void copy_written(Trip& trip, const Step& step, const c10::Stack& stack, size_t first) {
   for_each_written(step, stack, first, [&](const at::Tensor& written) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
+    Overwritten noted{trip.at, {Weak(written.getIntrusivePtr())}};
     for_each_met_in(trip, written, [&](Met& met) {
-      met.live.reset();
+      if (met.live) {
+        noted.tensors.push_back(std::move(*met.live));
+        met.live.reset();
+      }
       if (met.tensor.defined() && !are_apart(met.tensor, written)) {
         met.tensor = copied(met.tensor);
         met.memory.emplace(met.tensor.storage().getWeakStorageImpl());
@@ -66,7 +70,7 @@ inline void copy_written(Trip& trip, const Step& step, const c10::Stack& stack, 
     });
     auto memory = trip.numbers.find(storage_of(written));
     if (memory == trip.numbers.end() || !trip.route->makes_memory[memory->second]) {
-      trip.written.emplace_back(trip.at, written);
+      trip.written.push_back(std::move(noted));
     }
   });
 }
@@ -107,8 +111,7 @@ inline Alike compared_tensors(
       return;
     }
     bool is_same = found != Alike::no && count < step.call.places.size() &&
-        step.call.places[count].argument == place.argument &&
-        step.call.places[count].element == place.element &&
+        step.call.places[count] == place &&
         has_value(trip, step.given(count), tensor);
     found = is_same ? found : Alike::no;
     ++count;
@@ -120,6 +123,7 @@ inline Alike compared_tensors(
 inline bool is_next(
     Trip& trip, const Operator& known, const c10::Stack& stack, size_t first) {
   pass_rebased(trip, trip.route->steps.size());
+  trip.own.erase(trip.at);  // Of a call that has failed, or on another route.
   if (trip.at >= trip.route->steps.size() || !has_saved_all(trip)) {
     return false;
   }
@@ -180,6 +184,7 @@ inline bool meet_empty(Trip& trip, const Step& step, const at::Tensor& tensor) {
       (!is_same && trip.route->reads_sizes)) {
     return false;
   }
+  trip.own.erase(trip.at);  // On another route.
   if (!is_same) {
     Call made = step.call;
     made.stack[0] = tensor.sizes().vec();
@@ -220,9 +225,7 @@ inline bool take_step(
   copy_written(trip, step, stack, stack.size() - target.schema().arguments().size());
   {
     DrawLock lock(step.known->is_random);
-    if (step.known->is_random) {
-      trip.drawn[trip.at] = noted_state();
-    }
+    trip.drawn[trip.at] = step.known->is_random ? noted_state() : Ref();
     WithoutGil released(!step.is_view);
     target.redispatchBoxed(below, &stack);
   }

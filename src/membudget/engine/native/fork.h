@@ -66,7 +66,11 @@ inline size_t count_memories(const Route& route) {
   return count;
 }
 
-// same(route, other): whether two routes say the same, but for numbers.
+inline bool have_same_arguments(const Step& one, const Step& other) {
+  return compared(one.call, other.call) == Alike::same;
+}
+
+// same(route, other): whether two routes say the same, but for numbers that calls may have.
 inline PyObject* say_the_same(PyObject*, PyObject* const* given, Py_ssize_t) {
   const Route &one = *RouteBox::of(given[0]), &other = *RouteBox::of(given[1]);
   auto alike = [](const auto& all, const auto& others) {
@@ -74,9 +78,12 @@ inline PyObject* say_the_same(PyObject*, PyObject* const* given, Py_ssize_t) {
         all.begin(), all.end(), others.begin(), others.end(),
         [](const auto& one, const auto& other) { return are_alike(one, other); });
   };
+  bool is_same = one.reads_sizes == other.reads_sizes && alike(one.steps, other.steps) &&
+      alike(one.saves, other.saves) && alike(one.values, other.values);
   return PyBool_FromLong(
-      one.reads_sizes == other.reads_sizes && alike(one.steps, other.steps) &&
-      alike(one.saves, other.saves) && alike(one.values, other.values));
+      is_same &&
+      (!one.reads_sizes || std::equal(one.steps.begin(), one.steps.end(), other.steps.begin(),
+                                      have_same_arguments)));
 }
 
 // Whether another route has the same steps and saved tensors as far as a call has come. One more
@@ -139,7 +146,7 @@ inline bool hold_needed(Trip& trip) {
           is_overwritten(trip, written, i)) {
         return false;
       }
-      met.tensor = detached(tensor);
+      met.tensor = is_own_alias(tensor, wrapped(tensor)) ? tensor : detached(tensor);
     }
   }
   return true;
@@ -160,13 +167,19 @@ inline bool go_along(Trip& trip, size_t chosen, bool has_run) {
 template <typename AsSaid>
 bool goes_on(Trip& trip, PyObject* recording, bool has_run, const AsSaid& is_as_said) {
   size_t at = trip.at, followed = trip.chosen;
-  bool is_known = is_as_said();
-  for (Py_ssize_t i = 0; !is_known && i < PyTuple_GET_SIZE((PyObject*)trip.known); ++i) {
-    undo(trip, at);
-    size_t chosen = static_cast<size_t>(i);
-    if (chosen != followed && is_as_far(trip, *route_at(trip.known, chosen), has_run)) {
-      is_known = go_along(trip, chosen, has_run) && is_as_said();
+  bool is_known = false;
+  try {
+    is_known = is_as_said();
+    for (Py_ssize_t i = 0; !is_known && i < PyTuple_GET_SIZE((PyObject*)trip.known); ++i) {
+      undo(trip, at);
+      size_t chosen = static_cast<size_t>(i);
+      if (chosen != followed && is_as_far(trip, *route_at(trip.known, chosen), has_run)) {
+        is_known = go_along(trip, chosen, has_run) && is_as_said();
+      }
     }
+  } catch (...) {  // Such as a failed allocation.
+    undo(trip, at);
+    throw;
   }
   if (!is_known) {
     undo(trip, at);

@@ -88,7 +88,9 @@ inline void survey_on(Survey& of, const Trip& trip, const Writer& tape) {
   of.route->saves.assign(route.saves.begin(), route.saves.begin() + trip.stops.size());
   of.route->reads_sizes = route.reads_sizes;
   for (auto& [step, call] : trip.own) {
-    of.route->steps.at(step).call = call;
+    if (step < trip.at) {
+      of.route->steps[step].call = call;
+    }
   }
   for (size_t i = 0; i < values; ++i) {
     if (PyObject* value = tape.written(i)) {

@@ -100,7 +100,7 @@ class UseCounter {
   }
 
   void carry_retained(size_t number) {
-    if (route_.retains(trip_.stage, number)) {
+    if (trip_.values[number].needs > 0 && route_.retains(trip_.stage, number)) {
       carry(number);
     }
   }

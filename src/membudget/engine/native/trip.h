@@ -27,6 +27,12 @@ struct Met {
   bool is_carried = false;  // Whether the stage retains it for later ones.
 };
 
+// Memory that a step has overwritten, which no replay makes: tensors that were in it then.
+struct Overwritten {
+  size_t step;
+  std::vector<Weak> tensors;
+};
+
 struct Stop;
 
 struct Trip {
@@ -40,8 +46,7 @@ struct Trip {
   std::vector<int> steps = {};  // How many values need each.
   std::vector<Ref> drawn = {};  // The state that each step drew from, or null.
   std::vector<Stop*> stops = {};  // By number of the saved tensor; null once freed.
-  // What steps have overwritten that no replay makes, by number of the step.
-  std::vector<std::pair<size_t, at::Tensor>> written = {};
+  std::vector<Overwritten> written = {};
   std::vector<std::pair<size_t, Ref>> recent = {};  // Stops since the last step, and tensors.
   size_t at = 0;  // How many steps have run.
   size_t chosen = 0;  // Which of the known routes it follows.

@@ -213,10 +213,17 @@ class Writer {
 
   // Notes what a step has overwritten that no replay makes.
   void write_outside(size_t i) {
-    for (const auto& [step, tensor] : trip_.written) {
-      if (step == i && tracker_ != nullptr) {
-        Ref entry = entry_of(tracker_, tensor, wrapped(tensor));
-        after_write(entry::memory.of(entry), Py_None);
+    for (const Overwritten& written : trip_.written) {
+      Ref memory;
+      for (const Weak& weak : written.tensors) {
+        at::Tensor tensor(written.step == i && tracker_ != nullptr ? weak.lock() : nullptr);
+        if (tensor.defined()) {
+          Ref entry = entry_of(tracker_, tensor, wrapped(tensor));
+          memory = Ref::to(entry::memory.of(entry));
+        }
+      }
+      if (memory != nullptr) {
+        after_write(memory, Py_None);
       }
     }
   }
