@@ -76,7 +76,7 @@ def test_rule5_a_parameter_that_is_held_at_a_fork_is_read_as_it_is_then(trips):
         return y * weight if multiplies else y.tanh()
 
     def gradients(call: Function) -> list[Tensor]:
-        found = []
+        found: list[Tensor] = []
         for seed, multiplies in enumerate([False, False, True, True, False, True]):
             x = input_of(seed).requires_grad_()
             weight.data = torch.ones(8)
