@@ -14,12 +14,38 @@ from torch import Tensor
 
 import membudget as mb
 from membudget.engine.replay import following
-from tests.engine.replay.test_turning import KEEPS, LATEST, Statement, drawn_statement
+from tests.engine.replay import test_turning
+from tests.engine.replay.test_turning import KEEPS, LATEST, Operators, Statement
 
 CALLS, DETOURS = 14, 3
 
+# Without their tensors, calls of one operator are alike.
+PLACES: Operators = [
+    lambda t: torch.clamp(t, min=t * 0.5),
+    lambda t: torch.clamp(t, max=t * 0.5),
+    lambda t: torch.clamp(t, min=t * 0.5, max=t * 0.7),
+    lambda t: torch.where(t > 0, t, t * 2),
+    lambda t: torch.cat([t, t * 2], 1)[:, : t.shape[1]],
+    lambda t: torch.cat([t, t, t.sin()], 1)[:, -t.shape[1] :],
+    lambda t: failing(t).cos(),
+]
+
 Taken = tuple[bool, ...]
 Drawn = Callable[[Tensor, Tensor, Taken], Tensor]
+
+
+def failing(t: Tensor) -> Tensor:
+    """Try an operator that raises for some sizes."""
+    try:
+        return t.unflatten(1, (3, -1)).flatten(1)
+    except RuntimeError:
+        return t.sin()
+
+
+def drawn_statement(draw: random.Random) -> Statement:
+    if draw.random() < 0.2:
+        return Statement(draw.choice(PLACES), draw.randrange(LATEST))
+    return test_turning.drawn_statement(draw)
 
 
 def drawn_function(draw: random.Random) -> Drawn:
