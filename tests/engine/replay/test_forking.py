@@ -76,31 +76,25 @@ def test_rule11_routes_part_where_an_operator_makes_memory_of_another_kind(trips
     assert trips == [True, False, *[True] * 4]  # The 4th is surveyed from its start.
 
 
+def sines(x: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = x.sin()
+    return x.exp()
+
+
 def test_rule11_the_routes_of_a_signature_are_few(trips, monkeypatch):
     monkeypatch.setattr(routes, "_MOST_ROUTES", 3)
-
-    def function(x: Tensor, count: int) -> Tensor:
-        for _ in range(count):
-            x = x.sin()
-        return x.exp()
-
-    region = replayed(function)
-    check(function, region, [1, 2, 3, 1, 2, 3])
+    region = replayed(sines)
+    check(sines, region, [1, 2, 3, 1, 2, 3])
     assert trips == [False, False, True, True, True]
     trips.clear()
-    check(function, region, [4, 1, 4])  # The route of one sine was the oldest.
+    check(sines, region, [4, 1, 4])  # The route of one sine was the oldest.
     assert trips == [False, False, True]
 
 
 def test_rule11_routes_that_most_calls_leave_are_given_up(trips, monkeypatch):
     monkeypatch.setattr(routes, "_MOST_LEFT", 4)
-
-    def function(x: Tensor, count: int) -> Tensor:
-        for _ in range(count):
-            x = x.sin()
-        return x.exp()
-
-    check(function, replayed(function), [*range(1, 8), 3, 3])
+    check(sines, replayed(sines), [*range(1, 8), 3, 3])
     assert trips == [False] * 4
 
 

@@ -146,7 +146,7 @@ inline bool hold_needed(Trip& trip) {
           is_overwritten(trip, written, i)) {
         return false;
       }
-      met.tensor = is_own_alias(tensor, wrapped(tensor)) ? tensor : detached(tensor);
+      met.tensor = alias_of(tensor, wrapped(tensor));
     }
   }
   return true;

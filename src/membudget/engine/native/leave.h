@@ -97,7 +97,8 @@ inline void survey_on(Survey& of, const Trip& trip, const Writer& tape) {
       of.numbers.insert_or_assign(value, Numbered{i, weak(value)});
     }
   }
-  for (size_t i = 0; i < count_memories(*of.route); ++i) {
+  size_t memories = count_memories(*of.route);
+  for (size_t i = 0; i < memories; ++i) {
     if (!trip.memories[i]) {
       of.is_whole = false;
       return;

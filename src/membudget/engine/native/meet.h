@@ -50,7 +50,7 @@ inline bool meet_source(Trip& trip, size_t number, const at::Tensor& tensor) {
   }
   meet(trip, number, tensor);
   if (met.needs > 0) {
-    met.tensor = is_own_alias(tensor, object) ? tensor : detached(tensor);
+    met.tensor = alias_of(tensor, object);
   }
   return true;
 }

@@ -111,6 +111,11 @@ inline bool is_own_alias(const at::Tensor& tensor, PyObject* object) {
       (tensor.requires_grad() || Py_TYPE(object) == parameter_type);
 }
 
+// As `alias`: what to hold for a tensor.
+inline at::Tensor alias_of(const at::Tensor& tensor, PyObject* object) {
+  return is_own_alias(tensor, object) ? tensor : detached(tensor);
+}
+
 // As `Tracker._source`, in memory that is no running statistic.
 inline Ref new_source(const at::Tensor& tensor, PyObject* object, PyObject* memory) {
   Ref made = new_value(Py_None, 0, Py_None);

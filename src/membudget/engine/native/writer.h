@@ -80,7 +80,7 @@ class Writer {
   at::Tensor kept(size_t number) {
     at::Tensor tensor = trip_.values[number].tensor;
     if (!tensor.defined() && (tensor = living(number)).defined()) {
-      return is_own_alias(tensor, wrapped(tensor)) ? tensor : detached(tensor);
+      return alias_of(tensor, wrapped(tensor));
     }
     return tensor;
   }
