@@ -13,6 +13,7 @@ from membudget._torch import is_fake, is_profiling
 from membudget.errors import OptionError, SelectionError
 from membudget.graph import StepGraph
 from membudget.profile.cache import Cache
+from membudget.profile.chosen_draws import noting_draws, recorded_with_most, warm_up
 from membudget.profile.cost import (
     level,
     notes_on,
@@ -142,8 +143,11 @@ def profile_step(
         fake = not _has_memory(step)
     make = partial(_new_profile, step, optimizer, fake, target)
     if cache is None:
-        return make()
-    return cache.profile(partial(key_of, step, optimizer, fake, target), make)
+        found = make()
+    else:
+        found = cache.profile(partial(key_of, step, optimizer, fake, target), make)
+    step.draws = found.draws
+    return found
 
 
 def _has_memory(step: Step) -> bool:
@@ -156,7 +160,8 @@ def _new_profile(
     if fake:
         check_replaceable(step.model)
         with stage("recording the step, without memory"):
-            return _fake_profile(step, optimizer, target)
+            record = partial(_fake_profile, step, optimizer, target)
+            return noting_draws(recorded_with_most(step, record), step.draws)
     if not _has_memory(step):
         raise OptionError(
             "the model's parameters are fake or on `meta`, so no real step can run: "
@@ -168,7 +173,7 @@ def _new_profile(
             "be told apart; leave it first"
         )
     with stage("recording the step"):
-        return _real_profile(step, optimizer, target)
+        return noting_draws(_real_profile(step, optimizer, target), step.draws)
 
 
 def _real_profile(
@@ -176,7 +181,7 @@ def _real_profile(
 ) -> Profile:
     blocks = _blocks(unwrapped_model(step.model))
     with state_kept(step, has_values=True):
-        step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
+        warm_up(step)  # The allocator, lazy state of modules, kernel selection.
         timed = [] if target else list(timed_steps(step, blocks))
         step.prepare()
         recorder = _recorder(step, is_fake=False)

@@ -1,0 +1,55 @@
+"""Private torch APIs for setting random numbers as they are drawn.
+
+Kernels are put on the key by which torch finds the device of a factory's tensor. It is
+included in every thread, below those that observe operators, and torch registers that
+others fall through it, so that nothing else changes where some stand on it. A key that
+torch reserves for backends would not do: composite kernels stand on these, by which
+operators such as `native_group_norm` compute otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+
+_KEY = "BackendSelect"
+_BELOW: Any = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(_KEY))
+
+
+class _Covered:
+    """The kernels that stand on the key, and how many contexts they stand there for."""
+
+    library: Any = None
+    contexts = 0
+    lock = Lock()
+
+
+@contextmanager
+def covered(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Call kernels in place of operators of `aten`, in all threads; always the same.
+
+    A kernel gets the dispatch keys of the call before its arguments, for `below`.
+    """
+    with _Covered.lock:
+        if not _Covered.contexts:
+            _Covered.library = torch.library.Library("aten", "IMPL")
+            for name, kernel in kernels.items():
+                _Covered.library.m.impl(name, _KEY, kernel, True)
+        _Covered.contexts += 1
+    try:
+        yield
+    finally:
+        with _Covered.lock:
+            _Covered.contexts -= 1
+            if not _Covered.contexts:
+                _Covered.library._destroy()
+                _Covered.library = None
+
+
+def below(operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call what lies below a kernel of `covered`."""
+    return operator.redispatch(keys & _BELOW, *args, **kwargs)

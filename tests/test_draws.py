@@ -1,0 +1,106 @@
+"""Random numbers that are as large, or as small, as can be."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import membudget as mb
+from membudget.draws import MOST_NUMBERS, drawing
+from tests.oracles import CountedOperators
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_numbers_are_nearly_one_or_nearly_zero_in_every_dtype(dtype: torch.dtype):
+    with drawing("largest"):
+        assert 0.99 < torch.rand((), dtype=dtype) < 1
+        assert 2.98 < torch.empty(3, dtype=dtype).uniform_(1, 3)[0] <= 3
+    with drawing("smallest"):
+        assert 0 < torch.rand(1, dtype=dtype) < 1e-6
+        assert 0 < torch.rand_like(torch.zeros(2, dtype=dtype))[1] < 1e-6
+
+
+def test_generators_go_on_as_if_the_numbers_had_been_drawn():
+    own = torch.Generator()
+    states = []
+    for draws in (None, "largest"):
+        torch.manual_seed(0)
+        own.manual_seed(0)
+        with drawing(draws):
+            torch.rand(())
+            torch.rand(5)
+            torch.rand(1, generator=own)
+        states += [torch.get_rng_state(), own.get_state()]
+    assert torch.equal(states[0], states[2])
+    assert torch.equal(states[1], states[3])
+
+
+def test_many_numbers_and_other_distributions_are_as_they_are_drawn():
+    def drawn() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [torch.rand(MOST_NUMBERS + 1), torch.randn(2), torch.randint(9, (3,))]
+
+    expected = drawn()
+    with drawing("largest"):
+        assert all(map(torch.equal, drawn(), expected))
+
+
+def test_nothing_is_set_after_a_context_or_an_error_in_it():
+    with pytest.raises(ValueError, match="in it"), drawing("largest"):
+        raise ValueError("in it")
+    assert (torch.rand(20) < 0.99).any()
+    with drawing("smallest"):
+        with drawing("largest"):
+            assert torch.rand(()) > 0.99
+        assert torch.rand(()) < 0.01
+
+
+def test_another_thread_draws_as_before():
+    seen: list[bool] = []
+    with drawing("largest"):
+        thread = threading.Thread(
+            target=lambda: seen.append(bool((torch.rand(20) < 0.9).any()))
+        )
+        thread.start()
+        thread.join()
+    assert seen == [True]
+
+
+def test_an_operator_that_draws_stays_one():
+    with drawing("largest"), CountedOperators() as operators:
+        torch.rand(())
+    assert dict(operators.counts) == {"rand": 1}
+
+
+@pytest.mark.parametrize("engine", ["replay", "rerun"])
+def test_a_recompute_draws_the_same_numbers(engine: str):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(())
+        return (x * drawn).exp() if drawn > 0.5 else x.sin()
+
+    x = torch.linspace(0, 1, 5, requires_grad=True)
+    gradients = []
+    with drawing("largest"):
+        for run in (function, lambda x: mb.checkpoint(function, x, engine=engine)):
+            (gradient,) = torch.autograd.grad(run(x).sum(), x)
+            gradients.append(gradient)
+    assert torch.equal(*gradients)
+    assert gradients[0].min() > 0.9
+
+
+def test_numbers_may_decide_if_a_value_is_read_after_they_were_drawn():
+    with drawing(None) as seen:
+        torch.ones(()).item()
+        torch.rand(MOST_NUMBERS + 1)[0].item()
+        assert not seen.has_drawn
+        torch.rand(3)
+        assert seen.has_drawn
+        assert not seen.may_decide
+        with drawing("largest") as inner:
+            assert not (torch.rand(3)[1] < 0.5)
+        assert inner.may_decide
+    assert seen.may_decide
