@@ -64,6 +64,8 @@ def profile(
     the backward pass and, if given, the optimizer. On real tensors, the step runs once
     to warm up, 3 to 15 times to be timed (until half a second has passed; 3 times in a
     process group, where all ranks must run as many steps), and once to be recorded.
+    Where random numbers decide what runs, as where layers are dropped, the step that is
+    recorded is the one that takes most (docs/limits.md); to find it takes three more.
     After profiling, parameters, buffers, gradients, the modules' Python state and the
     random number generators are restored.
 
