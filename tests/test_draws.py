@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ import membudget as mb
 from membudget.draws import MOST_NUMBERS, drawing
 from tests.oracles import CountedOperators
 
+LEGACY: Any = np.random  # The functions that models call.
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -104,3 +108,44 @@ def test_numbers_may_decide_if_a_value_is_read_after_they_were_drawn():
             assert not (torch.rand(3)[1] < 0.5)
         assert inner.may_decide
     assert seen.may_decide
+
+
+def test_numbers_that_python_draws_are_set_and_may_decide():
+    random.seed(0)
+    expected = [random.random() for _ in range(4)][3]
+    random.seed(0)
+    with drawing("largest"):
+        assert 0.99 < random.random() < 1
+        assert 2.98 < random.uniform(1, 3) < 3
+    with drawing("smallest") as seen:
+        assert 1 < random.uniform(b=3, a=1) < 1.00001
+    assert seen.may_decide
+    assert random.random() == expected
+
+
+def test_numbers_that_numpy_draws_are_set_and_may_decide():
+    LEGACY.seed(0)
+    expected = LEGACY.rand(8)[7]
+    LEGACY.seed(0)
+    with drawing("largest"):
+        assert 0.99 < LEGACY.random() < 1
+        assert 2.98 < LEGACY.uniform(low=1, high=3) < 3
+    with drawing("smallest") as seen:
+        LEGACY.rand(MOST_NUMBERS + 1)
+        assert not seen.has_drawn
+        LEGACY.seed(0)
+        assert LEGACY.uniform([0, 1], 2).min() > 0.1  # As they are drawn.
+        assert LEGACY.rand(4).max() < 0.001
+        assert LEGACY.random_sample() < 0.001
+    assert seen.may_decide
+    assert LEGACY.rand() == expected
+
+
+def test_functions_of_modules_are_theirs_again_after_all_contexts():
+    functions = random.random, random.uniform, LEGACY.rand, LEGACY.uniform
+    with drawing(None), drawing("largest"):
+        assert random.random is not functions[0]
+    assert functions == (
+        *(random.random, random.uniform),
+        *(LEGACY.rand, LEGACY.uniform),
+    )

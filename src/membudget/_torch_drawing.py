@@ -9,9 +9,7 @@ operators such as `native_group_norm` compute otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,36 +18,17 @@ _KEY = "BackendSelect"
 _BELOW: Any = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(_KEY))
 
 
-class _Covered:
-    """The kernels that stand on the key, and how many contexts they stand there for."""
-
-    library: Any = None
-    contexts = 0
-    lock = Lock()
-
-
-@contextmanager
-def covered(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Call kernels in place of operators of `aten`, in all threads; always the same.
+def cover(kernels: Mapping[str, Callable[..., Any]]) -> Callable[[], None]:
+    """Call kernels in place of operators of `aten`, in all threads; return the undo.
 
     A kernel gets the dispatch keys of the call before its arguments, for `below`.
     """
-    with _Covered.lock:
-        if not _Covered.contexts:
-            _Covered.library = torch.library.Library("aten", "IMPL")
-            for name, kernel in kernels.items():
-                _Covered.library.m.impl(name, _KEY, kernel, True)
-        _Covered.contexts += 1
-    try:
-        yield
-    finally:
-        with _Covered.lock:
-            _Covered.contexts -= 1
-            if not _Covered.contexts:
-                _Covered.library._destroy()
-                _Covered.library = None
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in kernels.items():
+        library.m.impl(name, _KEY, kernel, True)
+    return library._destroy
 
 
 def below(operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call what lies below a kernel of `covered`."""
+    """Call what lies below a kernel of `cover`."""
     return operator.redispatch(keys & _BELOW, *args, **kwargs)
