@@ -23,7 +23,7 @@ def cover(kernels: Mapping[str, Callable[..., Any]]) -> Callable[[], None]:
 
     A kernel gets the dispatch keys of the call before its arguments, for `below`.
     """
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")
     for name, kernel in kernels.items():
         library.m.impl(name, _KEY, kernel, True)
     return library._destroy

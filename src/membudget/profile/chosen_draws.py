@@ -2,8 +2,8 @@
 
 A real step is metered with the numbers as they are drawn, with the largest and with the
 smallest; a fake one is recorded with the largest and with the smallest. `draws` says
-which numbers these are. Processes of a group draw as they do: all would have to choose
-alike.
+which numbers these are. Processes of a group have one of the two, because each of them
+draws other numbers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def warm_up(step: Step) -> None:
     step.draws = None
     with drawing(None) as seen:
         step.run()
-    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not seen.may_decide or is_grouped:
+    if not seen.may_decide:
         return
-    peaks = {draws: _peak_bytes(step, draws) for draws in (None, LARGEST, SMALLEST)}
+    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    as_drawn = () if is_grouped else (None,)
+    peaks = {d: _peak_bytes(step, d) for d in (*as_drawn, LARGEST, SMALLEST)}
     step.draws = max(peaks, key=peaks.__getitem__)
 
 
