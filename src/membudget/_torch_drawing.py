@@ -26,7 +26,8 @@ def cover(kernels: Mapping[str, Callable[..., Any]]) -> Callable[[], None]:
     library: Any = torch.library.Library("aten", "IMPL")
     for name, kernel in kernels.items():
         library.m.impl(name, _KEY, kernel, True)
-    return library._destroy
+    uncover: Callable[[], None] = library._destroy
+    return uncover
 
 
 def below(operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
