@@ -26,8 +26,8 @@ FLOORS = (
     ("ways in beside fit", "compat integrations loop pipeline tradeoff"),
     (
         "fit",
-        "trial fit one_plan recorded fittable fitted terms race planning limited "
-        "attempt outcome modes host refusal allowance deadline",
+        "trial fit one_plan recorded fastest fittable fitted terms race planning "
+        "limited attempt outcome modes host refusal allowance deadline",
     ),
     ("text for people", "report"),
     ("proof", "audit"),

@@ -1,141 +1,112 @@
-"""Make random numbers, by which models choose what they run, as large as can be.
+"""Choose the random numbers by which a step decides what it runs.
 
 Models skip layers at random, `if torch.rand(()) < drop`, so that each step takes other
 bytes. A plan has to hold for the step that takes most, which chance seldom shows. So
 single numbers, and a few that are drawn at once, are made the largest or the smallest
-that can be drawn: one of the two skips no layer, whichever way a model compares. The
-generator goes on as if they had been drawn.
+that can be drawn, one by one: whichever way a model compares, it skips nothing then.
 
-Numbers of torch are set below all that records operators, so that `rand` stays one
-operator, and a replay of it draws the same. Those of Python and NumPy are set where
-their modules are asked for them, as `random.uniform(0, 1)` does.
+    draws of a forward     1st   2nd   3rd   4th   5th
+    "LL-S"                 L     L     -     S     -      L: largest, S: smallest
+                                                          -: as it is drawn
+
+Rules
+
+1. Draws count in the order in which they come, and those beyond the last letter are as
+   they are drawn: a loop that draws until a number is large ends.
+2. A recompute begins with the generator's state of the forward. So a draw that would
+   give what an earlier one would have given is that one, and gets its letter.
+3. The generator goes on as if the numbers had been drawn.
+4. Numbers of torch are set below all that records operators: `rand` stays one.
+   Numbers of Python and NumPy are set where their modules are asked for them, as
+   `random.uniform(0, 1)` does.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from membudget._torch import is_fake
 from membudget._torch_drawing import below, cover
 from membudget._torch_observing import (
     ITEM,
     inherited_by_autograd,
     share_with_autograd,
 )
-from membudget.errors import OptionError
 
-Draws = Literal["largest", "smallest"]
-
-LARGEST: Draws = "largest"
-SMALLEST: Draws = "smallest"
+LARGEST, SMALLEST, AS_DRAWN = "L", "S", "-"
 
 MOST_NUMBERS = 128
 """Numbers that are drawn at once, one for each layer; more are data, such as noise."""
 
-_PARTS = {LARGEST: 1 - 2**-8, SMALLEST: 2**-24}  # In (0, 1) in every common dtype.
-
-
-def as_draws(name: str) -> Draws:
-    """Return the draws of a name that a file holds.
-
-    Raises:
-        OptionError: If there are no such draws.
-    """
-    for draws in (LARGEST, SMALLEST):
-        if draws == name:
-            return draws
-    raise OptionError(f"draws are 'largest' or 'smallest'; got {name!r}")
+_SMALLEST = 2**-24  # The smallest above 0 that every common dtype can hold.
 
 
 @dataclass
-class Drawing:
-    """What is drawn in a context.
+class _Drawing:
+    """What is drawn in a context of `drawing`."""
 
-    Attributes:
-        draws: What the numbers are; `None` leaves them as they are drawn.
-        has_drawn: Whether one or a few were drawn.
-        may_decide: Whether one was drawn in Python, or a tensor's value was read after
-            torch had drawn one.
-    """
+    letters: str
+    on_draw: Callable[[], None]
+    known: dict[float, str] = field(default_factory=dict)
 
-    draws: Draws | None
-    has_drawn: bool = False
-    may_decide: bool = False
+    def letter(self, number: float) -> str:
+        """Return the letter of a draw, of which the first number is given (Rule 2)."""
+        if number not in self.known:
+            self.on_draw()
+            position = len(self.known)
+            self.known[number] = (self.letters[position:] or AS_DRAWN)[0]
+        return self.known[number]
 
-    def number(self, low: float, high: float) -> float | None:
-        """Return what a number between two others is; `None` if it is as drawn."""
-        self.has_drawn = True
-        return None if self.draws is None else low + (high - low) * _PARTS[self.draws]
 
+OPERATORS = frozenset(
+    (
+        torch.ops.aten.rand.default,
+        torch.ops.aten.rand.generator,
+        torch.ops.aten.rand_like.default,
+        torch.ops.aten.uniform_.default,
+    )
+)
+"""Those that draw the numbers of torch that are set."""
 
 _SHARED = "membudget.drawing"  # Also with the threads that run the backward pass.
+# A process that a step forks, such as a worker that loads data, draws as it likes.
+os.register_at_fork(after_in_child=lambda: share_with_autograd(None, _SHARED))
 
 
 @contextmanager
-def drawing(draws: Draws | None) -> Iterator[Drawing]:
-    """Set the random numbers that this thread draws, one or a few at once.
+def drawing(letters: str, on_draw: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Set the random numbers of a step of this thread, one or a few at once.
 
-    Yields:
-        What is drawn; without `draws`, the numbers are only noted.
+    Args:
+        letters: One for each draw. Without letters, nothing of torch is covered.
+        on_draw: Called for each draw, but without letters not for those of torch.
 
     Example:
         >>> import torch
-        >>> with drawing("largest"):
-        ...     torch.rand(())
-        tensor(0.9961)
+        >>> with drawing("LS"):
+        ...     print(torch.rand(()) > 0.999, torch.rand(()) < 0.001)
+        tensor(True) tensor(True)
     """
-    outer, inner = inherited_by_autograd(_SHARED), Drawing(draws)
+    outer = inherited_by_autograd(_SHARED)
     with _covered():
-        share_with_autograd(inner, _SHARED)
+        if letters:
+            cover({"uniform_": _uniform})
+        share_with_autograd(_Drawing(letters, on_draw), _SHARED)
         try:
-            yield inner
+            yield
         finally:
             share_with_autograd(outer, _SHARED)
-            if outer is not None:
-                outer.has_drawn |= inner.has_drawn
-                outer.may_decide |= inner.may_decide
-
-
-class _Covered:
-    """What covers the functions that draw, in all threads while one is in a context."""
-
-    lock = Lock()
-    contexts = 0
-    undo = ExitStack()
-
-
-@contextmanager
-def _covered() -> Iterator[None]:
-    with _Covered.lock:
-        if not _Covered.contexts:
-            _cover_all(_Covered.undo)
-        _Covered.contexts += 1
-    try:
-        yield
-    finally:
-        with _Covered.lock:
-            _Covered.contexts -= 1
-            if not _Covered.contexts:
-                _Covered.undo.close()
-
-
-def _cover_all(undo: ExitStack) -> None:
-    kernels = {"uniform_": _uniform, "_local_scalar_dense": _item}
-    undo.callback(cover(kernels))
-    for module, names in _in_python():
-        for name in names.split():
-            function = getattr(module, name)
-            setattr(module, name, _in_range(function))
-            undo.callback(setattr, module, name, function)
 
 
 # Numbers of torch.
@@ -147,24 +118,55 @@ def _uniform(
     uniform = torch.ops.aten.uniform_.default
     drawn = below(uniform, keys, tensor, low, high, **kwargs)
     current = inherited_by_autograd(_SHARED)
-    is_few = 0 < tensor.numel() <= MOST_NUMBERS and not tensor.is_meta
-    number = current.number(low, high) if current is not None and is_few else None
-    if number is not None:
-        below(torch.ops.aten.fill_.Scalar, keys, tensor, number)
+    if current is not None and current.letters and is_draw(tensor):
+        first = below(ITEM, keys, below(torch.ops.aten.min.default, keys, tensor))
+        letter = current.letter(first)
+        if letter != AS_DRAWN:
+            largest = 1 - torch.finfo(tensor.dtype).eps / 2
+            part = largest if letter == LARGEST else _SMALLEST
+            number = low + (high - low) * part
+            below(torch.ops.aten.fill_.Scalar, keys, tensor, number)
     return drawn
 
 
-def _item(keys: Any, tensor: Tensor) -> Any:
-    current = inherited_by_autograd(_SHARED)
-    if current is not None and current.has_drawn:
-        current.may_decide = True
-    return below(ITEM, keys, tensor)
+def is_draw(tensor: Tensor) -> bool:
+    """Return whether a tensor of random numbers may decide what a step runs."""
+    is_few = 0 < tensor.numel() <= MOST_NUMBERS
+    has_values = not (tensor.is_meta or is_fake(tensor))
+    return is_few and has_values and tensor.is_floating_point()
 
 
 # Numbers of Python and of NumPy.
 
 
-def _in_python() -> Iterator[tuple[Any, str]]:
+class _Covered:
+    """Functions that draw, covered in all threads as long as one is in a context."""
+
+    lock = Lock()
+    contexts = 0
+    undo = ExitStack()
+
+
+@contextmanager
+def _covered() -> Iterator[None]:
+    with _Covered.lock:
+        if not _Covered.contexts:
+            for module, names in _modules():
+                for name in names.split():
+                    function = getattr(module, name)
+                    setattr(module, name, _in_range(function))
+                    _Covered.undo.callback(setattr, module, name, function)
+        _Covered.contexts += 1
+    try:
+        yield
+    finally:
+        with _Covered.lock:
+            _Covered.contexts -= 1
+            if not _Covered.contexts:
+                _Covered.undo.close()
+
+
+def _modules() -> Iterator[tuple[Any, str]]:
     """Yield the modules that draw, and the names of their functions that do."""
     yield random, "random uniform"
     if "numpy" in sys.modules:
@@ -179,14 +181,17 @@ def _in_range(function: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs)
         low, high = _limits(*args, **kwargs) if has_limits else (0.0, 1.0)
-        # Arrays of limits are of NumPy: so many are data.
-        is_few = getattr(found, "size", 1) <= MOST_NUMBERS
+        is_few = 0 < getattr(found, "size", 1) <= MOST_NUMBERS
         current = inherited_by_autograd(_SHARED)
+        # Arrays of limits are of NumPy: so many are data.
         if current is None or not is_few or not _are_numbers(low, high):
             return found
-        current.may_decide = True
-        number = current.number(low, high)
-        return found if number is None else found * 0.0 + number
+        first = found if isinstance(found, float) else float(found.flat[0])
+        letter = current.letter(first)
+        if letter == AS_DRAWN:
+            return found
+        part = 1 - sys.float_info.epsilon / 2 if letter == LARGEST else _SMALLEST
+        return found * 0.0 + (low + (high - low) * part)
 
     return drawn
 

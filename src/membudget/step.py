@@ -7,7 +7,7 @@ before the backward pass; gradients are `None` before the step, as after `zero_g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import Module
 from membudget._torch_accelerator import main_device
 from membudget.allocation import is_out_of_memory, let_go
 from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
-from membudget.draws import Draws, drawing
+from membudget.draws import drawing
 from membudget.errors import MembudgetError, OptionError
 from membudget.rehearsal import Rehearsal
 from membudget.sharding import not_a_module
@@ -73,8 +73,9 @@ class Step:
         loss_from: Where the loss came from in the last run, in words.
         optimizer: What stands in for the optimizer where the step is metered.
         limit_bytes: What the step may reserve there, if that is limited.
-        draws: What random numbers are by which the model may choose what to run;
-            `None` leaves them as they are drawn.
+        draws: Letters for the random numbers by which the model chooses what to run;
+            see `draws`.
+        on_draw: Called for each of them; see `drawing`.
     """
 
     def __init__(self, model: Module, batch: Any, loss_fn: LossFunction | None):
@@ -85,23 +86,30 @@ class Step:
         self.start: State | None = None
         self.optimizer = Rehearsal()
         self.limit_bytes: int | None = None
-        self.draws: Draws | None = None
+        self.draws = ""
+        self.on_draw: Callable[[], None] | None = None
         self.loss_from = f"loss_fn(output, {'targets' if self._is_pair else 'batch'})"
         self.loss_fn = loss_fn
 
-    def run(self, before_backward: Callable[[], None] | None = None) -> Tensor:
+    def run(self, before_backward: Callable[[], None] | None = None) -> Any:
         """Run the step and return the loss; between the passes, call `before_backward`.
 
         Raises:
             OptionError: As `forward` does.
         """
+        if not self.draws and self.on_draw is None:
+            return self.run_as_drawn(before_backward)
+        with drawing(self.draws, self.on_draw or (lambda: None)):
+            return self.run_as_drawn(before_backward)
+
+    def run_as_drawn(self, before_backward: Callable[[], None] | None) -> Any:
+        """Run the step, whatever random numbers it draws."""
         clear_casts()  # Each step casts the parameters anew.
-        with drawing(self.draws) if self.draws else nullcontext():
-            loss = self.forward()
-            with outside_autocast():
-                if before_backward is not None:
-                    before_backward()
-                loss.backward()
+        loss = self.forward()
+        with outside_autocast():
+            if before_backward is not None:
+                before_backward()
+            loss.backward()
         return loss
 
     def forward(self, on_output: Callable[[Any], None] | None = None) -> Tensor:
@@ -196,10 +204,9 @@ class CallableStep(Step):
         self._function = function
         self.loss_from = "the step itself"
 
-    def run(self, before_backward: Callable[[], None] | None = None) -> Any:
+    def run_as_drawn(self, before_backward: Callable[[], None] | None) -> Any:
         """Call the function; `before_backward` is not called."""
-        with drawing(self.draws) if self.draws else nullcontext():
-            return self._function()
+        return self._function()
 
     def decided_by(self) -> dict[str, Any]:
         """Return the objects that decide what the step runs, keyed by name."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from membudget.batch import call_model
-from membudget.draws import Draws
 from membudget.step import Step, find_loss
 from tests.field.case import Case, seed_everything
 from tests.field.counting_allocator import peak_bytes
@@ -101,7 +100,7 @@ class Subject:
         self.outcome(FIRST)  # Whatever a first step allocates for good.
         return self.peak_bytes()
 
-    def peak_bytes(self, draws: Draws | None = None, seed: int | None = None) -> int:
+    def peak_bytes(self, draws: str = "", seed: int | None = None) -> int:
         """Return the most bytes of a step on the first batch, beyond those before."""
         self.reset()
         if seed is not None:
@@ -111,7 +110,7 @@ class Subject:
             step.draws = draws
             return peak_bytes(step.run)
         finally:
-            step.draws = None
+            step.draws = ""
             self.reset()
 
     @cached_property

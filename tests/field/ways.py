@@ -86,7 +86,7 @@ def examine(subject: Subject, way: str) -> Examined:
 
 def _measure(subject: Subject, applied: Any, examined: Examined) -> None:
     """Meter the step that was planned, and others that chance would choose."""
-    draws = examined.results.get("draws")
+    draws = examined.results.get("draws", "")
     planned = partial(subject.peak_bytes, draws)
     examined.note("peak", planned)
     # Another batch may take another path, or another draw.

@@ -1,78 +1,146 @@
-"""Profile the step that takes the most memory, where random numbers decide what runs.
+"""Choose random numbers with which a step takes most, where they decide what runs.
 
-A real step is metered with the numbers as they are drawn, with the largest and with the
-smallest; a fake one is recorded with the largest and with the smallest. `draws` says
-which numbers these are. Processes of a group have one of the two, because each of them
-draws other numbers.
+The step is recorded with the largest numbers that can be drawn, and with the smallest.
+Between a draw and the next runs what the draw decides, so that each gets the letter
+with which more bytes are allocated there:
+
+    draw          1st        2nd        3rd         (`draws` has the letters)
+    largest       8 KiB      0          4 KiB       layers 1 and 3 run
+    smallest      0          8 KiB      4 KiB       layers 2 and 3 run
+    chosen        L          S          -           all run
+
+Where draws lie inside of what others decide, there are not as many in both, and the
+chosen ones may take less than either. So the best of all that were recorded stays.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
-import torch
-
+from membudget._torch import fake_errors
 from membudget.allocation import is_out_of_memory
-from membudget.draws import LARGEST, SMALLEST, Draws, drawing
-from membudget.memory import peak_on
-from membudget.profile.result import Profile
+from membudget.draws import AS_DRAWN, LARGEST, SMALLEST
+from membudget.profile.step_recorder import StepRecorder
+from membudget.state.snapshot import State
 from membudget.step import Step
 
 DECIDE = "random numbers decide what the step runs"
-"""How the note begins."""
+"""How the note of a profile begins."""
+
+Make = Callable[[], StepRecorder]
+Record = Callable[[StepRecorder, Step], None]
 
 
-def warm_up(step: Step) -> None:
-    """Run a step for the first time, and choose what its later runs draw."""
-    step.draws = None
-    with drawing(None) as seen:
-        step.run()
-    if not seen.may_decide:
-        return
-    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    as_drawn = () if is_grouped else (None,)
-    peaks = {d: _peak_bytes(step, d) for d in (*as_drawn, LARGEST, SMALLEST)}
-    step.draws = max(peaks, key=peaks.__getitem__)
+def recorded_with_most(
+    step: Step, start: State, make: Make, record: Record
+) -> StepRecorder:
+    """Record a step; if random numbers decide what it runs, the one that takes most.
+
+    Leaves the letters of the numbers in `step.draws`, and in what is `noted`.
+
+    Args:
+        step: The step.
+        start: The state from before it, to which a step that fails is undone.
+        make: Makes a recorder.
+        record: Records the step with it.
+    """
+    trials = _Trials(step, start, make, record)
+    trials.run("")
+    natural = trials.newest
+    if not natural.noted.may_decide:
+        trials.check()
+        return natural
+    letters = trials.letters_with_most(len(natural.noted.draws))
+    trials.check()
+    most = trials.best(letters)
+    if step.draws != most or letters not in trials.found:
+        trials.run(most)
+        trials.check()
+    if letters.strip(AS_DRAWN):
+        trials.newest.noted.letters = most or AS_DRAWN
+    return trials.newest
 
 
-def _peak_bytes(step: Step, draws: Draws | None) -> int:
-    """Return the peak of a step; 0 if it fails, as one may that drops all layers."""
-    step.draws = draws
-    step.prepare()
-    try:
-        return peak_on(step.device, step.run).peak_bytes
-    except Exception as error:
-        if draws is None or is_out_of_memory(error):
-            raise
-        return 0
+@dataclass
+class _Trials:
+    """Recordings of a step with several letters.
 
+    Attributes:
+        found: Bytes that a forward allocates after each draw until the next, before the
+            first one at place 0; by letters.
+        newest: The last recorder.
+    """
 
-def recorded_with_most(step: Step, record: Callable[[], Profile]) -> Profile:
-    """Record a step once, or twice if random numbers decide what it runs."""
+    step: Step
+    start: State
+    make: Make
+    record: Record
+    found: dict[str, list[int]] = field(default_factory=dict)
     failed: Exception | None = None
-    found: dict[Draws, Profile] = {}
-    decides = False
-    for draws in (LARGEST, SMALLEST):
-        step.draws = draws
+    newest: StepRecorder = field(init=False)
+
+    def run(self, letters: str) -> None:
+        """Record the step once; a step that fails is none of those found."""
+        self.step.draws = letters
+        self.step.prepare()
+        recorder = self.newest = self.make()
         try:
-            with drawing(None) as seen:
-                found[draws] = record()
+            self.record(recorder, self.step)
         except Exception as error:
-            failed = failed or error
-        decides |= seen.may_decide
-        if not decides:
-            break
-    if failed is not None and not found:
-        raise failed
-    most = max(found, key=lambda draws: found[draws].peak_bytes)
-    step.draws = most if decides else None
-    return found[most]
+            asks_for_value = isinstance(error.__cause__, fake_errors())
+            if asks_for_value or is_out_of_memory(error) or not recorder.noted.draws:
+                raise
+            self.failed = error  # Such as that no layer ran, and made no loss.
+            self.start.restore()
+        else:
+            self.found[letters] = _allocated_bytes(recorder)
+
+    def letters_with_most(self, count: int) -> str:
+        """Return the letter of each of so many draws with which more is allocated."""
+        self.run(LARGEST * count)
+        self.run(SMALLEST * count)
+        either = [self.found.get(letter * count, []) for letter in (LARGEST, SMALLEST)]
+        letters = "".join(
+            AS_DRAWN if one == other else LARGEST if one > other else SMALLEST
+            for one, other in zip_longest(
+                *(found[1:] for found in either), fillvalue=-1
+            )
+        )
+        if letters.strip(AS_DRAWN) and letters not in self.found:
+            self.run(letters)
+        return letters
+
+    def best(self, letters: str) -> str:
+        """Return the letters with which most is allocated; of equal ones, the first."""
+        if not letters.strip(AS_DRAWN):
+            return ""
+        first = [letters] if letters in self.found else []
+        return max([*first, *self.found], key=lambda tried: sum(self.found[tried]))
+
+    def check(self) -> None:
+        """Raise what a step raised, if none was recorded."""
+        if self.failed is not None and not self.found:
+            raise self.failed
 
 
-def noting_draws(found: Profile, draws: Draws | None) -> Profile:
-    """Return a profile that says what its step drew."""
-    if draws is None:
-        return found
-    note = f"{DECIDE}: the {draws} that can be drawn, with which it takes most"
-    return replace(found, draws=draws, notes=(*found.notes, note))
+def _allocated_bytes(recorder: StepRecorder) -> list[int]:
+    moments = [draw.moment for draw in recorder.noted.draws]
+    end = sum(operator.phase == "forward" for operator in recorder.operators)
+    found = [0] * (len(moments) + 1)
+    for storage in recorder.lifetimes.storages:
+        if 0 <= storage.birth < end:
+            found[bisect_right(moments, storage.birth)] += storage.bytes
+    return found
+
+
+def notes_on_draws(letters: str) -> tuple[str, ...]:
+    """Return the caveat that a profile has of what its step drew."""
+    if not letters:
+        return ()
+    how = "those with which it allocates most, of some that were tried"
+    if not letters.strip(AS_DRAWN):
+        how = "as they were drawn; another step may take more"
+    return (f"{DECIDE}: they are {how}",)

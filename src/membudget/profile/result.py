@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 
-from membudget.draws import Draws, as_draws
 from membudget.errors import OptionError
-from membudget.graph import Operator, Saved, StaticBytes, StepGraph, Storage, Value
+from membudget.graph import (
+    Operator,
+    Saved,
+    StaticBytes,
+    StepGraph,
+    Storage,
+    Value,
+)
 from membudget.ops import decides, facts_of
 from membudget.planner.timeline import Timeline, timeline
 from membudget.profile.in_place import add_in_place
@@ -35,8 +41,10 @@ class Profile:
         cost: Source of the operator times: `"measured"`, or the name of a device.
         loss_from: Where the loss comes from, such as `"the model's output"`.
         notes: Caveats about bytes and times that are omitted or approximate.
-        draws: What the random numbers are that decide what the step runs; `None` if
-            they are as they are drawn, or there are none.
+        draws: Letters of the random numbers that decide what the step runs (`draws`);
+            empty if none do.
+        chance: Numbers of the module calls in which one of those is drawn, so that they
+            run other operators in other steps.
     """
 
     graph: StepGraph
@@ -45,7 +53,8 @@ class Profile:
     cost: str
     loss_from: str
     notes: tuple[str, ...] = ()
-    draws: Draws | None = None
+    draws: str = ""
+    chance: tuple[int, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -94,10 +103,17 @@ class Profile:
             texts = {k: str(data[k]) for k in ("model", "tensors", "cost", "loss_from")}
             notes = tuple(map(str, data["notes"]))
             graph = data["graph"]
-            draws = None if data.get("draws") is None else as_draws(data["draws"])
+            draws = str(data.get("draws", ""))  # Older files have none.
+            chance = tuple(map(int, data.get("chance", ())))
         except (KeyError, TypeError) as error:
             raise OptionError(f"the profile is incomplete: {error!r}") from error
-        return cls(graph=StepGraph.from_dict(graph), notes=notes, draws=draws, **texts)
+        return cls(
+            graph=StepGraph.from_dict(graph),
+            notes=notes,
+            draws=draws,
+            chance=chance,
+            **texts,
+        )
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the profile as JSON text; given a path, also write a file atomically.
