@@ -22,11 +22,11 @@ ALL = "L" * 9
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_numbers_are_nearly_one_or_nearly_zero_in_every_dtype(dtype: torch.dtype):
     with drawing("LLLSS"):
-        assert torch.rand((), dtype=dtype) == 1 - torch.finfo(dtype).eps / 2
-        assert 2.98 < torch.empty(3, dtype=dtype).uniform_(1, 3)[0] <= 3
+        assert 0.99 < torch.rand((), dtype=dtype) < 1
+        assert 2.9 < torch.empty(3, dtype=dtype).uniform_(1, 3)[0] <= 3
         assert 2.9 < torch.empty(3, dtype=dtype).uniform_(to=3)[0] <= 3
-        assert 0 < torch.rand(1, dtype=dtype) < 1e-6
-        assert 0 < torch.rand_like(torch.zeros(2, dtype=dtype))[1] < 1e-6
+        assert 0 < torch.rand(1, dtype=dtype) < 0.004
+        assert 0 < torch.rand_like(torch.zeros(2, dtype=dtype))[1] < 0.004
 
 
 def test_each_draw_has_its_letter_and_those_beyond_are_as_drawn():
@@ -139,8 +139,8 @@ def test_numbers_that_python_draws_are_set():
     random.seed(0)
     with drawing("LLS"):
         assert 0.99 < random.random() < 1
-        assert 2.98 < random.uniform(1, 3) <= 3
-        assert 1 < random.uniform(b=3, a=1) < 1.00001
+        assert 2.98 < random.uniform(1, 3) < 3
+        assert 1 < random.uniform(b=3, a=1) < 1.002
     assert random.random() == expected
 
 

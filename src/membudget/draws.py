@@ -49,7 +49,9 @@ LARGEST, SMALLEST, AS_DRAWN = "L", "S", "-"
 MOST_NUMBERS = 128
 """Numbers that are drawn at once, one for each layer; more are data, such as noise."""
 
-_SMALLEST = 2**-24  # The smallest above 0 that every common dtype can hold.
+_RARE = 2**-10
+"""Chances that are smaller are left to chance, or a plan would hold for what hardly
+ever happens, such as a geometric distribution's largest number."""
 
 
 @dataclass
@@ -122,11 +124,14 @@ def _uniform(
         first = below(ITEM, keys, below(torch.ops.aten.min.default, keys, tensor))
         letter = current.letter(first)
         if letter != AS_DRAWN:
-            largest = 1 - torch.finfo(tensor.dtype).eps / 2
-            part = largest if letter == LARGEST else _SMALLEST
-            number = low + (high - low) * part
+            rare = max(_RARE, torch.finfo(tensor.dtype).eps / 2)
+            number = _number(letter, low, high, rare)
             below(torch.ops.aten.fill_.Scalar, keys, tensor, number)
     return drawn
+
+
+def _number(letter: str, low: float, high: float, rare: float = _RARE) -> float:
+    return low + (high - low) * (1 - rare if letter == LARGEST else rare)
 
 
 def is_draw(tensor: Tensor) -> bool:
@@ -190,8 +195,7 @@ def _in_range(function: Callable[..., Any]) -> Callable[..., Any]:
         letter = current.letter(first)
         if letter == AS_DRAWN:
             return found
-        part = 1 - sys.float_info.epsilon / 2 if letter == LARGEST else _SMALLEST
-        return found * 0.0 + (low + (high - low) * part)
+        return found * 0.0 + _number(letter, low, high)
 
     return drawn
 

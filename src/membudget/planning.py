@@ -47,7 +47,6 @@ from membudget.sharding import unwrapped_model
 FAR_OVER = 1.05
 """A mode whose predicted peak is this many times the budget is not even tried."""
 
-
 MOST_UNMETERED = 0.005
 """A profile may differ from the meter by this share of the plain step's peak."""
 
@@ -77,11 +76,7 @@ def without_calls(profile: Profile, paths: Container[str]) -> Profile:
 
 
 def steady(profile: Profile) -> Profile:
-    """Return a profile whose plans put no region where chance decides what runs.
-
-    In another step, such a call runs other operators than those that were planned, and
-    what its region takes was not simulated.
-    """
+    """Return a profile whose plans put no region where chance decides what runs."""
     return _emptied(profile, profile.chance)
 
 

@@ -43,7 +43,7 @@ def recorded_with_most(
 
     Args:
         step: The step.
-        start: The state from before it, to which a step that fails is undone.
+        start: The state in which it begins.
         make: Makes a recorder.
         record: Records the step with it.
     """
@@ -85,6 +85,8 @@ class _Trials:
     def run(self, letters: str) -> None:
         """Record the step once; a step that fails is none of those found."""
         self.step.draws = letters
+        if self.found or self.failed:
+            self.start.restore()
         self.step.prepare()
         recorder = self.newest = self.make()
         try:
@@ -94,7 +96,6 @@ class _Trials:
             if asks_for_value or is_out_of_memory(error) or not recorder.noted.draws:
                 raise
             self.failed = error  # Such as that no layer ran, and made no loss.
-            self.start.restore()
         else:
             self.found[letters] = _allocated_bytes(recorder)
 
