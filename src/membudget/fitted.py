@@ -49,7 +49,7 @@ _LINES = {
     NOT_CACHED: ("profile", "not cached"),
     NOT_COMPARED: ("compared", "no"),
     MAPS_BLOCKS: ("malloc", "maps"),
-    DECIDE: ("draws", "chosen"),
+    DECIDE: ("draws", "decide"),
 }
 """What the report says of a note of the profile, by how the note begins."""
 

@@ -203,3 +203,17 @@ def test_a_cached_profile_sets_what_later_steps_draw(tmp_path):
         with mb.fit(model, X, "1GiB", cache=tmp_path):
             pass
         assert len(ran) % LAYERS == 0
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_numbers_between_that_decide_leave_the_step_as_it_is_drawn(fake: bool):
+    def kept_in_the_middle() -> Iterator[bool]:
+        while True:
+            yield bool(0.1 < torch.rand(()) < 0.9)
+
+    torch.manual_seed(0)
+    found = mb.profile(Dropping(kept_in_the_middle), X, fake=fake)
+    assert layers_of(found) > 0
+    assert found.draws == "-"
+    assert found.chance == (0,)
+    assert "as they were drawn; another step may take more" in found.report()

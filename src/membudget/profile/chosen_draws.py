@@ -48,20 +48,16 @@ def recorded_with_most(
         record: Records the step with it.
     """
     trials = _Trials(step, start, make, record)
-    trials.run("")
-    natural = trials.newest
+    natural = trials.run("")
     if not natural.noted.may_decide:
-        trials.check()
+        trials.check("")
         return natural
-    letters = trials.letters_with_most(len(natural.noted.draws))
-    trials.check()
-    most = trials.best(letters)
-    if step.draws != most or letters not in trials.found:
-        trials.run(most)
-        trials.check()
-    if letters.strip(AS_DRAWN):
-        trials.newest.noted.letters = most or AS_DRAWN
-    return trials.newest
+    most = trials.best(trials.letters_with_most(len(natural.noted.draws)))
+    found = trials.run(most)
+    trials.check(most)
+    if trials.decide():
+        found.noted.letters = most or AS_DRAWN
+    return found
 
 
 @dataclass
@@ -71,7 +67,6 @@ class _Trials:
     Attributes:
         found: Bytes that a forward allocates after each draw until the next, before the
             first one at place 0; by letters.
-        newest: The last recorder.
     """
 
     step: Step
@@ -80,15 +75,15 @@ class _Trials:
     record: Record
     found: dict[str, list[int]] = field(default_factory=dict)
     failed: Exception | None = None
-    newest: StepRecorder = field(init=False)
 
-    def run(self, letters: str) -> None:
+    def run(self, letters: str) -> StepRecorder:
         """Record the step once; a step that fails is none of those found."""
-        self.step.draws = letters
         if self.found or self.failed:
             self.start.restore()
+        self.step.draws = letters
         self.step.prepare()
-        recorder = self.newest = self.make()
+        self.found.pop(letters, None)
+        recorder = self.make()
         try:
             self.record(recorder, self.step)
         except Exception as error:
@@ -98,6 +93,7 @@ class _Trials:
             self.failed = error  # Such as that no layer ran, and made no loss.
         else:
             self.found[letters] = _allocated_bytes(recorder)
+        return recorder
 
     def letters_with_most(self, count: int) -> str:
         """Return the letter of each of so many draws with which more is allocated."""
@@ -116,14 +112,20 @@ class _Trials:
 
     def best(self, letters: str) -> str:
         """Return the letters with which most is allocated; of equal ones, the first."""
-        if not letters.strip(AS_DRAWN):
+        if not self.found or not self.decide():
             return ""
-        first = [letters] if letters in self.found else []
-        return max([*first, *self.found], key=lambda tried: sum(self.found[tried]))
+        order = [tried for tried in (letters, *self.found) if tried in self.found]
+        return max(order, key=lambda tried: sum(self.found[tried]))
 
-    def check(self) -> None:
-        """Raise what a step raised, if none was recorded."""
-        if self.failed is not None and not self.found:
+    def decide(self) -> bool:
+        """Return whether the numbers decide what runs."""
+        first, *others = self.found.values()
+        return self.failed is not None or any(other != first for other in others)
+
+    def check(self, letters: str) -> None:
+        """Raise what a step raised, if it was not recorded with these letters."""
+        if letters not in self.found:
+            assert self.failed is not None
             raise self.failed
 
 

@@ -60,4 +60,4 @@ class NotedDraws:
         if operator is ITEM:
             self.may_decide |= bool(self.draws)
         elif operator in OPERATORS and not self.are_told and is_draw(outputs[0]):
-            self.draws.append(NotedDraw(moment, tuple(self.open_calls)))
+            self.draws.append(NotedDraw(moment + 1, tuple(self.open_calls)))
