@@ -62,7 +62,7 @@ def profile(
     to warm up, 3 to 15 times to be timed (until half a second has passed; 3 times in a
     process group, where all ranks must run as many steps), and once to be recorded.
     Where random numbers decide what runs, as where layers are dropped, the step that is
-    recorded is the one that allocates most (docs/limits.md); to find it takes some more.
+    recorded allocates most (docs/limits.md); to find it takes some more.
     After profiling, parameters, buffers, gradients, the modules' Python state and the
     random number generators are restored.
 
