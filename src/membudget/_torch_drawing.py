@@ -6,7 +6,7 @@ operators without a kernel on it fall through. The keys of backends would not do
 torch registers composite kernels on those, and `native_group_norm`, for one, would then
 compute in another way.
 
-A kernel stays for good once it is registered, and makes its operator some 2 µs slower:
+A kernel stays for good once it is registered, and makes its operator some 3 µs slower:
 torch looks kernels up without a lock, so that to remove one while another thread calls
 it ends in a crash.
 """

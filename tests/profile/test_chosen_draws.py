@@ -34,6 +34,11 @@ def kept_either_way() -> Iterator[bool]:
         yield bool(torch.rand(()) > 0.9)
 
 
+def kept_inside() -> Iterator[bool]:
+    if torch.rand(()) > 0.9:
+        yield from kept_if_small()
+
+
 def kept_by_python() -> Iterator[bool]:
     while True:
         yield random.random() > 0.9
@@ -76,6 +81,7 @@ def layers_of(found: Profile) -> int:
 KEEPING = [
     *((kept_if_small, "SSSS"), (kept_if_large, "LLLL")),
     (kept_either_way, "SLSL"),
+    (kept_inside, "LSSSS"),
     (kept_by_python, "LLLL"),
 ]
 

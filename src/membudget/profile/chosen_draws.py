@@ -9,8 +9,8 @@ with which more bytes are allocated there:
     smallest      0          8 KiB      4 KiB       layers 2 and 3 run
     chosen        L          S          -           all run
 
-Where draws lie inside of what others decide, there are not as many in both, and the
-chosen ones may take less than either. So the best of all that were recorded stays.
+Draws inside of what others decide are chosen after those. The step may take less than
+with one letter for all, so the best of all that were recorded stays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from membudget._torch import fake_errors
 from membudget.allocation import is_out_of_memory
@@ -29,6 +28,10 @@ from membudget.step import Step
 
 DECIDE = "random numbers decide what the step runs"
 """How the note of a profile begins."""
+
+MOST_DEPTH = 3
+"""How deep draws inside of what others decide are chosen, or how often a loop repeats
+that draws until a number is large."""
 
 Make = Callable[[], StepRecorder]
 Record = Callable[[StepRecorder, Step], None]
@@ -52,7 +55,7 @@ def recorded_with_most(
     if not natural.noted.may_decide:
         trials.check("")
         return natural
-    most = trials.best(trials.letters_with_most(len(natural.noted.draws)))
+    most = trials.best(trials.letters_with_most())
     found = trials.run(most)
     trials.check(most)
     if trials.decide():
@@ -67,6 +70,7 @@ class _Trials:
     Attributes:
         found: Bytes that a forward allocates after each draw until the next, before the
             first one at place 0; by letters.
+        counts: How many draws there were, also in steps that failed; by letters.
     """
 
     step: Step
@@ -74,6 +78,7 @@ class _Trials:
     make: Make
     record: Record
     found: dict[str, list[int]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     failed: Exception | None = None
 
     def run(self, letters: str) -> StepRecorder:
@@ -93,22 +98,40 @@ class _Trials:
             self.failed = error  # Such as that no layer ran, and made no loss.
         else:
             self.found[letters] = _allocated_bytes(recorder)
+        self.counts[letters] = len(recorder.noted.draws)
         return recorder
 
-    def letters_with_most(self, count: int) -> str:
-        """Return the letter of each of so many draws with which more is allocated."""
-        self.run(LARGEST * count)
-        self.run(SMALLEST * count)
-        either = [self.found.get(letter * count, []) for letter in (LARGEST, SMALLEST)]
-        letters = "".join(
-            AS_DRAWN if one == other else LARGEST if one > other else SMALLEST
-            for one, other in zip_longest(
-                *(found[1:] for found in either), fillvalue=-1
-            )
-        )
-        if letters.strip(AS_DRAWN) and letters not in self.found:
-            self.run(letters)
+    def letters_with_most(self) -> str:
+        """Return the letter of each draw with which more is allocated.
+
+        Draws inside of what others decide come to light once those are chosen.
+        """
+        letters = ""
+        for _ in range(MOST_DEPTH):
+            if letters not in self.counts:
+                self.run(letters)
+            count = self.counts[letters] - len(letters)
+            more = self._more(letters, count) if count > 0 else ""
+            letters += more
+            if not more.strip(AS_DRAWN):
+                break
         return letters
+
+    def _more(self, letters: str, count: int) -> str:
+        """Return the letters of so many draws after those that are chosen."""
+        tails = []
+        for letter in (LARGEST, SMALLEST):
+            tried = letters + letter * count
+            if tried not in self.counts:
+                self.run(tried)
+            tail = self.found.get(tried, [])[len(letters) + 1 :]
+            last = tail[count - 1 :]  # With those that only this letter brings.
+            tail = [*tail[: count - 1], sum(last)] if last else tail
+            tails.append(tail + [-1] * (count - len(tail)))
+        return "".join(
+            AS_DRAWN if one == other else LARGEST if one > other else SMALLEST
+            for one, other in zip(*tails, strict=True)
+        )
 
     def best(self, letters: str) -> str:
         """Return the letters with which most is allocated; of equal ones, the first."""
