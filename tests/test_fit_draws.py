@@ -55,6 +55,8 @@ def test_a_budget_holds_whichever_layers_are_dropped(percent: int, on_cpu: bool)
     assert fitted.profile.draws == "L" * LAYERS
     assert "those with which it allocates most" in fitted.report()
     assert len([r for r in fitted.status().regions if r.differences]) == 0
+    # A region on the model would run other operators in other steps.
+    assert all(region.path.startswith("blocks.") for region in fitted.plan.regions)
     plain_peaks = []
     for seed in range(12):
         peaks, gradients = [], []

@@ -123,6 +123,7 @@ def test_a_step_that_fails_where_all_layers_are_dropped_is_none_of_those(kept, f
     torch.manual_seed(0)  # The first real step is as chance decides: one layer runs.
     found = mb.profile(Refusing(partial(kept, 0.5)), X, fake=fake)
     assert layers_of(found) == LAYERS
+    assert found.draws == ("SSSS" if kept is kept_if_small else "LLLL")
 
 
 def test_a_step_that_no_numbers_let_run_raises_what_it_raised():
@@ -208,7 +209,7 @@ def test_a_cached_profile_sets_what_later_steps_draw(tmp_path):
         ran.clear()
         with mb.fit(model, X, "1GiB", cache=tmp_path):
             pass
-        assert len(ran) % LAYERS == 0
+        assert len(ran) in (2 * LAYERS, 3 * LAYERS)
 
 
 @pytest.mark.parametrize("fake", [False, True])
