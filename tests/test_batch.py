@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
+from membudget.batch import (
+    call_make,
+    call_model,
+    could_be_pair,
+    first_batch,
+    is_pair,
+    pair_error,
+)
+from membudget.errors import OptionError
 
 X = torch.ones(2, 3)
 
@@ -136,3 +144,34 @@ def test_a_loader_that_fails_leaves_the_random_streams():
     with pytest.raises(KeyError, match="mine"):
         first_batch(DataLoader([1, 2], collate_fn=fail))  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [((1, 2), (1, 2, None)), ((1, 2, 3), (1, 2, 3)), ((1, 2, None), (1, 2, None))],
+)
+def test_a_function_that_makes_model_and_batch_may_make_a_loss(made, expected):
+    assert call_make(lambda batch: made, {"batch": 1}) == expected
+
+
+def test_a_function_that_makes_something_else_is_refused_by_its_name():
+    def mine(batch: int) -> Any:
+        return [1] * batch
+
+    with pytest.raises(OptionError, match=r"mine must return .* returned a list"):
+        call_make(mine, {"batch": 2})
+    with pytest.raises(OptionError, match=r"mine\(width=3, batch='x'\) cannot be call"):
+        call_make(mine, {"width": 3, "batch": "x"})
+    for count in (1, 4):
+        with pytest.raises(OptionError, match="returned a tuple"):
+            call_make(lambda: (1,) * count, {})  # noqa: B023
+
+
+class Makes:
+    def __call__(self, batch: int) -> Any:
+        return None
+
+
+def test_a_maker_without_a_name_is_called_make():
+    with pytest.raises(OptionError, match="make must return"):
+        call_make(Makes(), {"batch": 2})

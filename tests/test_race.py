@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import membudget as mb
+from membudget import fastest, recorded, terms
 from membudget import race as racing
-from membudget import recorded, terms
 from membudget.attach import has_region
 from membudget.attempt import try_plan
 from membudget.engine.calls import Calls
@@ -188,8 +188,8 @@ def test_a_plan_is_raced_again_that_is_measured_far_from_its_prediction(
         others = (9.0,) * (len(plans) - 1)
         return 0, Slowdown(7.0 + len(raced), 7.0, 9.0, least, 1.0, others)
 
-    monkeypatch.setattr(recorded, "race", noted)
-    monkeypatch.setattr(recorded, "NEARLY", math.inf)
+    monkeypatch.setattr(fastest, "race", noted)
+    monkeypatch.setattr(fastest, "NEARLY", math.inf)
     monkeypatch.setattr(terms, "FAR_OFF", far_off)
     with mb.fit(model, batch, "50%", measure="best") as fitted:
         found = fitted.slowdown
@@ -225,8 +225,8 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
         raced.append(plans)
         return len(plans) - 1, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
-    monkeypatch.setattr(recorded, "race", last_wins)
-    monkeypatch.setattr(recorded, "NEARLY", math.inf)
+    monkeypatch.setattr(fastest, "race", last_wins)
+    monkeypatch.setattr(fastest, "NEARLY", math.inf)
     monkeypatch.setattr(terms, "FAR_OFF", math.inf)
     with mb.fit(model, batch, "50%", measure="best") as fitted:
         (plans,) = raced
@@ -243,7 +243,7 @@ def test_a_plan_is_not_raced_whose_prediction_is_far_from_the_first(monkeypatch)
     model, batch = MODELS["gpt"]()
     counts = []
     for nearly in (math.inf, -math.inf):
-        monkeypatch.setattr(recorded, "NEARLY", nearly)
+        monkeypatch.setattr(fastest, "NEARLY", nearly)
         with mb.fit(model, batch, "50%", measure="best") as fitted:
             assert fitted.slowdown is not None
             counts.append(len(fitted.slowdown.others))
@@ -268,8 +268,9 @@ def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
         return winner, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
     monkeypatch.setattr(recorded, "try_plan", warning)
-    monkeypatch.setattr(recorded, "race", race)
-    monkeypatch.setattr(recorded, "NEARLY", math.inf)
+    monkeypatch.setattr(fastest, "try_plan", warning)
+    monkeypatch.setattr(fastest, "race", race)
+    monkeypatch.setattr(fastest, "NEARLY", math.inf)
     monkeypatch.setattr(terms, "FAR_OFF", math.inf)
     return tried
 

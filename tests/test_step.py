@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from membudget.errors import OptionError
-from membudget.step import ABSENT, CallableStep, Step, call_make, find_loss, step_of
+from membudget.step import ABSENT, CallableStep, Step, find_loss, step_of
 
 X = torch.ones(2, 3)
 
@@ -171,34 +171,3 @@ def test_a_step_of_the_user_is_none_of_a_model_or_a_batch():
     with pytest.raises(OptionError, match=r"'weight' has no shape yet"):
         step_of(print, ABSENT, None, nn.LazyLinear(2))
     assert step_of(model, None, None, None).batch is None
-
-
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [((1, 2), (1, 2, None)), ((1, 2, 3), (1, 2, 3)), ((1, 2, None), (1, 2, None))],
-)
-def test_a_function_that_makes_model_and_batch_may_make_a_loss(made, expected):
-    assert call_make(lambda batch: made, {"batch": 1}) == expected
-
-
-def test_a_function_that_makes_something_else_is_refused_by_its_name():
-    def mine(batch: int) -> Any:
-        return [1] * batch
-
-    with pytest.raises(OptionError, match=r"mine must return .* returned a list"):
-        call_make(mine, {"batch": 2})
-    with pytest.raises(OptionError, match=r"mine\(width=3, batch='x'\) cannot be call"):
-        call_make(mine, {"width": 3, "batch": "x"})
-    for count in (1, 4):
-        with pytest.raises(OptionError, match="returned a tuple"):
-            call_make(lambda: (1,) * count, {})  # noqa: B023
-
-
-class Makes:
-    def __call__(self, batch: int) -> Any:
-        return None
-
-
-def test_a_maker_without_a_name_is_called_make():
-    with pytest.raises(OptionError, match="make must return"):
-        call_make(Makes(), {"batch": 2})

@@ -26,8 +26,8 @@ FLOORS = (
     ("ways in beside fit", "compat integrations loop pipeline tradeoff"),
     (
         "fit",
-        "trial fit one_plan recorded fittable fitted terms race planning limited "
-        "attempt outcome modes host refusal allowance deadline",
+        "trial fit one_plan recorded fastest fittable fitted terms race planning "
+        "limited attempt outcome modes host refusal allowance deadline",
     ),
     ("text for people", "report"),
     ("proof", "audit"),
@@ -40,14 +40,15 @@ FLOORS = (
     ("what is saved, elsewhere", "offload"),
     (
         "a step and its state",
-        "step rehearsal batch selection ranks sharding state scope ops observer graph",
+        "step draws rehearsal batch selection ranks sharding state scope ops observer "
+        "graph",
     ),
     ("records", "callsite columns operator_names text progress"),
     (
         "torch, errors",
-        "_torch _torch_accelerator _torch_distributed _torch_fsdp _torch_modules "
-        "_torch_observing _torch_pipelining _torch_settings _torch_stage allocation "
-        "errors",
+        "_torch _torch_accelerator _torch_distributed _torch_drawing _torch_fsdp "
+        "_torch_modules _torch_observing _torch_pipelining _torch_settings "
+        "_torch_stage allocation errors",
     ),
 )
 

@@ -138,13 +138,13 @@ def operator_of(name: str) -> Any:
 SHARED = "membudget.observers"
 
 
-def share_with_autograd(observers: Any) -> None:
-    """Share `observers` with the threads that run this thread's backward pass."""
-    torch._C._stash_obj_in_tls(SHARED, observers)
+def share_with_autograd(value: Any, name: str = SHARED) -> None:
+    """Share an object with the threads that run this thread's backward pass."""
+    torch._C._stash_obj_in_tls(name, value)
 
 
-def inherited_by_autograd() -> Any:
-    """Return the observers shared by the thread that called autograd, or `None`."""
-    if not torch._C._is_key_in_tls(SHARED):
+def inherited_by_autograd(name: str = SHARED) -> Any:
+    """Return what this thread, or the one that called autograd, shares, or `None`."""
+    if not torch._C._is_key_in_tls(name):
         return None
-    return torch._C._get_obj_in_tls(SHARED)
+    return torch._C._get_obj_in_tls(name)

@@ -8,13 +8,15 @@
 
 A tuple or list of two is a pair if a loss is given that is a module or a function of
 `torch.nn.functional`, or if the model cannot be called with two arguments.
+
+`call_make` makes model and batch by calling the user's function.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -102,3 +104,25 @@ def _described(item: Any) -> str:
         dtype = str(item.dtype).removeprefix("torch.")
         return f"{dtype}{list(item.shape)}"
     return type(item).__name__
+
+
+def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Call `make` with some sizes, and return model, batch and loss function.
+
+    Raises:
+        OptionError: If `make` does not accept the sizes, or returns something else.
+    """
+    name = getattr(make, "__name__", "make")
+    try:
+        inspect.signature(make).bind(**sizes)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in sizes.items())
+        raise OptionError(f"{name}({given}) cannot be called: {error}") from error
+    made = make(**sizes)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise OptionError(
+            f"{name} must return (model, batch) or (model, batch, loss_fn); it "
+            f"returned a {type(made).__name__}"
+        )
+    model, batch, *loss = made
+    return model, batch, loss[0] if loss else None

@@ -148,7 +148,7 @@ def _info(options: argparse.Namespace) -> int:
 def _audit(options: argparse.Namespace) -> int:
     make = load_target(options.target)
     from membudget.audit import audit
-    from membudget.step import call_make
+    from membudget.batch import call_make
 
     model, batch, loss = call_make(make, {})
     report = audit(model, batch, loss, names=options.names, every=options.every)
@@ -164,8 +164,8 @@ def _profile(options: argparse.Namespace) -> int:
     chosen = chosen_sizes(options)
     name, sizes = _swept_sizes(options.sweep, chosen) if options.sweep else ("", [])
     make = load_target(options.target)
+    from membudget.batch import call_make
     from membudget.profile import profile, sweep
-    from membudget.step import call_make
 
     keywords = profiling_of(options)
     if options.fake:

@@ -279,8 +279,8 @@ def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
     """Call TARGET; return a model, a batch, and a loss function or `None`."""
     chosen = chosen_sizes(options)
     make = load_target(options.target)
+    from membudget.batch import call_make
     from membudget.profile.fake import without_memory
-    from membudget.step import call_make
 
     return call_make(without_memory(make) if on_meta else make, chosen)
 

@@ -59,7 +59,8 @@ def fit(
     fit, two under each plan that it tries, and restores the model's state afterwards:
     the first of two compares fingerprints of recomputed and dropped values, the second
     measures memory and is compared with the plain step. Where they differ, a plan
-    without the regions at fault is made.
+    without the regions at fault is made. Where random numbers decide what a step runs,
+    as where layers are dropped, all of these steps run what takes most memory.
 
     A model that is wrapped in DistributedDataParallel, sharded by `fully_shard`, or
     tensor parallel is fitted by all ranks of the default process group together, each

@@ -15,6 +15,7 @@ from membudget.planner.plan import Plan
 from membudget.planner.planner import smoothed
 from membudget.profile import Profile
 from membudget.profile.cache import FROM_CACHE, NOT_CACHED
+from membudget.profile.chosen_draws import DECIDE
 from membudget.race import Slowdown
 from membudget.report.kept_text import kept_text
 from membudget.report.memory_text import memory_lines
@@ -48,6 +49,7 @@ _LINES = {
     NOT_CACHED: ("profile", "not cached"),
     NOT_COMPARED: ("compared", "no"),
     MAPS_BLOCKS: ("malloc", "maps"),
+    DECIDE: ("draws", "decide"),
 }
 """What the report says of a note of the profile, by how the note begins."""
 

@@ -33,7 +33,13 @@ from membudget.outcome import REPEATS, Metered, different, plain_run
 from membudget.planned import without_plan
 from membudget.planner.plan import Plan
 from membudget.planner.schedule import Schedule
-from membudget.planning import make_plan, next_schedules, unseen_bytes, without_calls
+from membudget.planning import (
+    make_plan,
+    next_schedules,
+    steady,
+    unseen_bytes,
+    without_calls,
+)
 from membudget.profile import Device, Profile, profile_step
 from membudget.profile.optimizer_step import OptimizerLike
 from membudget.profile.reduced import places_of, reduced
@@ -115,7 +121,7 @@ def _of_all(own: Profile, model: Module, ranks: Ranks) -> Profile:
     if len(set(ranks.of_all(sha256(repr(places).encode()).hexdigest()))) > 1:
         raise OptionError(_difference(ranks.of_all(places)))
     graph = reduced(own.graph, ranks.most, ranks.slowest)
-    return without_calls(replace(own, graph=graph), set(around_units(model)))
+    return without_calls(steady(replace(own, graph=graph)), set(around_units(model)))
 
 
 def _least(budget: Budget, ranks: Ranks) -> Budget:

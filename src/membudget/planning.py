@@ -47,7 +47,6 @@ from membudget.sharding import unwrapped_model
 FAR_OVER = 1.05
 """A mode whose predicted peak is this many times the budget is not even tried."""
 
-
 MOST_UNMETERED = 0.005
 """A profile may differ from the meter by this share of the plain step's peak."""
 
@@ -72,10 +71,20 @@ def without_calls(profile: Profile, paths: Container[str]) -> Profile:
 
     Their calls stay as empty ones: the numbers of others are counted from the model's.
     """
+    calls = profile.graph.calls
+    return _emptied(profile, {n for n, call in enumerate(calls) if call.path in paths})
+
+
+def steady(profile: Profile) -> Profile:
+    """Return a profile whose plans put no region where chance decides what runs."""
+    return _emptied(profile, profile.chance)
+
+
+def _emptied(profile: Profile, numbers: Container[int]) -> Profile:
     graph = profile.graph
     calls = tuple(
-        replace(call, end=call.start) if call.path in paths else call
-        for call in graph.calls
+        replace(call, end=call.start) if number in numbers else call
+        for number, call in enumerate(graph.calls)
     )
     return replace(profile, graph=replace(graph, calls=calls))
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from membudget._torch_accelerator import can_be_limited
 from membudget.allocation import without_shortage
@@ -18,9 +16,9 @@ from membudget.deadline import Deadline
 from membudget.errors import (
     BudgetError,
     MembudgetError,
-    RecomputeMismatchError,
     UnrepeatableWarning,
 )
+from membudget.fastest import Fitting, take_fastest
 from membudget.fitted import NOT_COMPARED, Fitted
 from membudget.host import AskedHost
 from membudget.limited import try_limited
@@ -28,24 +26,21 @@ from membudget.memory import storage_bytes
 from membudget.memory.allocator import RESERVED, at_rest
 from membudget.modes import AUTO
 from membudget.outcome import Metered, plain_run
-from membudget.planned import PlanRegions, put_on, take_off
-from membudget.planner.schedule import Schedule
 from membudget.planning import (
     make_plan,
     next_schedules,
     planner_of,
+    steady,
     unlike_bytes,
     unseen_bytes,
     without_calls,
 )
 from membudget.profile import Profile
 from membudget.profile.cache import FROM_CACHE
-from membudget.race import DISTURBED_ROUNDS, NEARLY, Slowdown, race
 from membudget.refusal import explaining_shortage
 from membudget.rehearsal import Rehearsal
 from membudget.report.kept_text import kept_text
 from membudget.step import Step
-from membudget.terms import is_far_off, repriced
 
 Measure = Literal["best", "one", "none"]
 
@@ -78,6 +73,39 @@ def fit_recorded(
     budget = budget_on_device(step, profile, plain, budget)
     if plain is None and profile.tensors == "real":
         profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
+    fitting = partial(_in_turns, step, plain, budget, mode, deadline, given)
+    try:
+        found = fitting(steady(profile))
+    except BudgetError:
+        if not profile.chance:
+            raise
+        found = fitting(profile)  # Better a plan that chance may break than none.
+    _check_current(profile, plain, found.applied)
+    if measure is None:
+        measure = "best" if profile.graph.seconds < QUICK_S else "one"
+    slowdown = None
+    if plain is not None and found.attempts[-1].plan.regions and measure != "none":
+        others = found.others if measure == "best" else []
+        slowdown = take_fastest(step, plain, budget, found, others, deadline)
+    found.applied.left_out = found.left_out
+    attempts, skipped = found.attempts, deadline.skipped
+    return Fitted(mode, step, profile, attempts, found.applied, slowdown, skipped)
+
+
+def _in_turns(
+    step: Step,
+    plain: Metered | None,
+    budget: Budget,
+    mode: str,
+    deadline: Deadline,
+    given: AskedHost | None,
+    profile: Profile,
+) -> Fitting:
+    """Fit a step again and again, each time without the regions at fault before.
+
+    Warns:
+        UnrepeatableWarning: If regions are at fault.
+    """
     left_out: dict[str, str] = {}
     while True:
         plannable = without_calls(profile, left_out)
@@ -87,7 +115,7 @@ def fit_recorded(
             )
         except RegionsAtFaultError as error:
             left_out |= error.reasons
-            warnings.warn(str(error), UnrepeatableWarning, stacklevel=3)
+            warnings.warn(str(error), UnrepeatableWarning, stacklevel=4)
         except BudgetError as error:
             if plain is None and FROM_CACHE in profile.notes:
                 raise StaleProfileError from error
@@ -95,17 +123,7 @@ def fit_recorded(
                 error.add_note(str(RegionsAtFaultError(left_out)))
             raise
         else:
-            break
-    _check_current(profile, plain, found.applied)
-    if measure is None:
-        measure = "best" if profile.graph.seconds < QUICK_S else "one"
-    slowdown = None
-    if plain is not None and found.attempts[-1].plan.regions and measure != "none":
-        others = found.others if measure == "best" else []
-        slowdown = _raced(step, plannable, plain, budget, found, others, deadline)
-    found.applied.left_out = left_out
-    attempts, skipped = found.attempts, deadline.skipped
-    return Fitted(mode, step, profile, attempts, found.applied, slowdown, skipped)
+            return replace(found, left_out=left_out)
 
 
 def _check_current(
@@ -134,104 +152,6 @@ def budget_on_device(
     return budget.on_device(profile.graph, reserved, plain_bytes)
 
 
-@dataclass
-class _Fitting:
-    """Plans that were tried, the last of which fits, and is applied.
-
-    Attributes:
-        attempts: Every plan, with its measured peak.
-        applied: The regions of the last.
-        others: Schedules of other kinds that are predicted to fit, too.
-    """
-
-    attempts: list[Attempt]
-    applied: Applied
-    others: Sequence[Schedule]
-
-
-class _Entry(NamedTuple):
-    """A plan in a race, with what it warned of."""
-
-    attempt: Attempt
-    applied: Applied
-    regions: PlanRegions
-    warned: list[warnings.WarningMessage]
-
-
-def _raced(
-    step: Step,
-    profile: Profile,
-    plain: Metered,
-    budget: Budget,
-    found: _Fitting,
-    others: Sequence[Schedule],
-    deadline: Deadline,
-) -> Slowdown | None:
-    """Race the plan that was found against others that fit; apply the fastest.
-
-    The first is applied, and nothing returned, if a plain step runs out of memory or
-    the time is over.
-
-    Warns:
-        UnrepeatableWarning: Those of the fastest plan, if it is not the first.
-    """
-    unseen = unseen_bytes(profile, plain)
-    entries = [_Entry(found.attempts.pop(), found.applied, take_off(step.model), [])]
-    slowest = entries[0].attempt.schedule.slowdown + NEARLY
-    for schedule in (other for other in others if other.slowdown <= slowest):
-        if deadline.forbids("plans with other engines"):
-            break
-        plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
-        wrong = suppress(RecomputeMismatchError)
-        with wrong, without_shortage(), _held_back() as warned:
-            attempt, applied = try_plan(step, plan, schedule, plain, len(entries) + 1)
-            regions = take_off(step.model)
-            if attempt.peak_bytes <= budget.step_bytes:
-                entries.append(_Entry(attempt, applied, regions, warned))
-    place, slowdown = 0, None
-    if not deadline.forbids("timing steps"):
-        with without_shortage():
-            place, slowdown = race(step, [entry.regions for entry in entries])
-    fastest = entries[place]
-    priced = fastest.attempt
-    if slowdown is not None:
-        priced = repriced(profile, priced, slowdown)
-        is_short = slowdown.rounds < DISTURBED_ROUNDS
-        is_doubtful = is_short and is_far_off(priced, slowdown)
-        if is_doubtful and not deadline.forbids("timing more steps"):
-            with without_shortage():
-                again = race(step, [fastest.regions], DISTURBED_ROUNDS)[1]
-                slowdown = slowdown.replaced_by(again)
-            priced = repriced(profile, fastest.attempt, slowdown)
-    for warning in fastest.warned:  # First: where it is an error, no plan stays.
-        _issue(warning)
-    put_on(fastest.regions)
-    found.attempts.append(priced)
-    found.applied = fastest.applied
-    return slowdown
-
-
-@contextmanager
-def _held_back() -> Iterator[list[warnings.WarningMessage]]:
-    """Collect what a plan that may not be taken warns of; let other warnings pass."""
-    held: list[warnings.WarningMessage] = []
-    found: list[warnings.WarningMessage] = []
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always", UnrepeatableWarning)
-            yield held
-    finally:
-        for warning in found:
-            is_held = issubclass(warning.category, UnrepeatableWarning)
-            held.append(warning) if is_held else _issue(warning)
-
-
-def _issue(warning: warnings.WarningMessage) -> None:
-    """Issue a recorded warning, from where it came."""
-    where = warning.filename, warning.lineno
-    warnings.warn_explicit(warning.message, warning.category, *where)
-
-
 def _measured(step: Step, profile: Profile) -> Metered | None:
     """Meter the plain step; `None` if that, or recording it, runs out of memory."""
     found = None
@@ -249,7 +169,7 @@ def _first_that_fits(
     mode: str,
     deadline: Deadline,
     given: AskedHost | None,
-) -> _Fitting:
+) -> Fitting:
     """Try plans until one is within the budget.
 
     Raises:
@@ -280,9 +200,9 @@ def _first_that_fits(
             )
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
-            return _Fitting(attempts, applied, others)
+            return Fitting(profile, attempts, applied, others)
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
         if schedule.is_smallest and can_be_limited(step.device):
             limited = try_limited(step, attempts, plain, budget.step_bytes)
             if limited is not None:
-                return _Fitting([*attempts, limited[0]], limited[1], [])
+                return Fitting(profile, [*attempts, limited[0]], limited[1], [])

@@ -2,13 +2,10 @@
 
 The step does what a user's loop does, and can run many times. The output is released
 before the backward pass; gradients are `None` before the step, as after `zero_grad()`.
-
-`call_make` builds model and batch by calling the user's function.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +17,7 @@ from torch.nn import Module
 from membudget._torch_accelerator import main_device
 from membudget.allocation import is_out_of_memory, let_go
 from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
+from membudget.draws import drawing
 from membudget.errors import MembudgetError, OptionError
 from membudget.rehearsal import Rehearsal
 from membudget.sharding import not_a_module
@@ -75,6 +73,9 @@ class Step:
         loss_from: Where the loss came from in the last run, in words.
         optimizer: What stands in for the optimizer where the step is metered.
         limit_bytes: What the step may reserve there, if that is limited.
+        draws: Letters for the random numbers by which the model chooses what to run;
+            see `draws`.
+        on_draw: Called for each of them; see `drawing`.
     """
 
     def __init__(self, model: Module, batch: Any, loss_fn: LossFunction | None):
@@ -85,15 +86,24 @@ class Step:
         self.start: State | None = None
         self.optimizer = Rehearsal()
         self.limit_bytes: int | None = None
+        self.draws = ""
+        self.on_draw: Callable[[], None] | None = None
         self.loss_from = f"loss_fn(output, {'targets' if self._is_pair else 'batch'})"
         self.loss_fn = loss_fn
 
-    def run(self, before_backward: Callable[[], None] | None = None) -> Tensor:
+    def run(self, before_backward: Callable[[], None] | None = None) -> Any:
         """Run the step and return the loss; between the passes, call `before_backward`.
 
         Raises:
             OptionError: As `forward` does.
         """
+        if not self.draws and self.on_draw is None:
+            return self.run_as_drawn(before_backward)
+        with drawing(self.draws, self.on_draw or (lambda: None)):
+            return self.run_as_drawn(before_backward)
+
+    def run_as_drawn(self, before_backward: Callable[[], None] | None) -> Any:
+        """Run the step, whatever random numbers it draws."""
         clear_casts()  # Each step casts the parameters anew.
         loss = self.forward()
         with outside_autocast():
@@ -194,7 +204,7 @@ class CallableStep(Step):
         self._function = function
         self.loss_from = "the step itself"
 
-    def run(self, before_backward: Callable[[], None] | None = None) -> Any:
+    def run_as_drawn(self, before_backward: Callable[[], None] | None) -> Any:
         """Call the function; `before_backward` is not called."""
         return self._function()
 
@@ -275,25 +285,3 @@ def check_arguments(model: Any) -> None:
                 f"{name!r} has no shape yet, because its module is lazy: run the model "
                 "once first"
             )
-
-
-def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Call `make` with some sizes, and return model, batch and loss function.
-
-    Raises:
-        OptionError: If `make` does not accept the sizes, or returns something else.
-    """
-    name = getattr(make, "__name__", "make")
-    try:
-        inspect.signature(make).bind(**sizes)
-    except TypeError as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in sizes.items())
-        raise OptionError(f"{name}({given}) cannot be called: {error}") from error
-    made = make(**sizes)
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise OptionError(
-            f"{name} must return (model, batch) or (model, batch, loss_fn); it "
-            f"returned a {type(made).__name__}"
-        )
-    model, batch, *loss = made
-    return model, batch, loss[0] if loss else None

@@ -175,6 +175,31 @@ def longer(rank: int) -> dict[str, Any]:
     }
 
 
+class Dropping(Feeds):
+    """Drops blocks at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if torch.rand(()) < 0.5 else x
+        return self.head(x).square().mean()
+
+
+def dropping(rank: int) -> dict[str, Any]:
+    """Fit where each rank drops other blocks."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Dropping(), find_unused_parameters=True)
+    x = batch(rank).repeat(8, 4, 1)
+    torch.manual_seed(rank)
+    fitted = mb.fit(model, x, BUDGET)
+    return {
+        "draws": fitted.profile.draws,
+        "regions": [region.path for region in fitted.plan.regions],
+        "plan": fitted.plan.to_json(),
+        "budget": fitted.plan.budget_bytes,
+        "peaks": peaks(partial(once, model, x), model),
+    }
+
+
 def refused(model: Model, rank: int, budget: str) -> str:
     try:
         mb.fit(model, batch(rank), budget)
@@ -204,6 +229,7 @@ def all_reports(rank: int) -> dict[str, Any]:
     return {
         "cases": found,
         "longer": guarded(longer, rank),
+        "dropping": guarded(dropping, rank),
         "other operators": guarded(other_operators, rank),
         "too little": guarded(refused, sharded("FSDP2"), rank, "40KB"),
     }

@@ -100,12 +100,17 @@ class Subject:
         self.outcome(FIRST)  # Whatever a first step allocates for good.
         return self.peak_bytes()
 
-    def peak_bytes(self) -> int:
+    def peak_bytes(self, draws: str = "", seed: int | None = None) -> int:
         """Return the most bytes of a step on the first batch, beyond those before."""
         self.reset()
+        if seed is not None:
+            seed_everything(seed)
+        step = self.steps[FIRST]
         try:
-            return peak_bytes(self.steps[FIRST].run)
+            step.draws = draws
+            return peak_bytes(step.run)
         finally:
+            step.draws = ""
             self.reset()
 
     @cached_property

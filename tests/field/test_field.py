@@ -112,6 +112,12 @@ def test_the_budget_holds_or_the_least_that_its_refusal_names(examined: Examined
 
 
 @every_budget
+def test_the_budget_holds_whichever_layers_chance_drops(examined: Examined):
+    peaks = examined["drawn peaks"]
+    assert max(peaks, default=0) <= examined["applied"].plan.budget_bytes
+
+
+@every_budget
 def test_a_refusal_names_no_more_than_the_plain_step_takes(
     architecture: Examination, examined: Examined
 ):

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import membudget as mb
+from membudget.draws import drawing
 from membudget.errors import BudgetError
 from membudget.fitted import Fitted
 from membudget.planner.schedule import Simulator
@@ -22,6 +23,8 @@ from tests.field.subject import FIRST, RUNS, Subject, differences
 ENGINES = ("rerun", "replay")
 PERCENTS = {"fit 60%": 60, "fit 30%": 30}
 WAYS = (*ENGINES, *PERCENTS)
+DRAWN_STEPS = 8
+"""Steps with other random numbers each, if these decide what runs."""
 DRAWN = "drawn"  # A plan that no solver has chosen.
 
 
@@ -69,11 +72,9 @@ def examine(subject: Subject, way: str) -> Examined:
             subject.reset()
             return examined
         try:
-            examined.note("peak", subject.peak_bytes)
+            _measure(subject, applied, examined)
             for run in RUNS:
                 examined.note(run, partial(_compared, subject, run))
-                if run == FIRST:  # Another batch may take another path.
-                    examined.results["status"] = applied.status()
         finally:
             applied.remove()
         examined.note("structure", lambda: subject.structure() == structure)
@@ -81,6 +82,18 @@ def examine(subject: Subject, way: str) -> Examined:
             "removed", lambda: differences(plain[FIRST], subject.outcome(FIRST))
         )
     return examined
+
+
+def _measure(subject: Subject, applied: Any, examined: Examined) -> None:
+    """Meter the step that was planned, and others that chance would choose."""
+    draws = examined.results.get("draws", "")
+    planned = partial(subject.peak_bytes, draws)
+    examined.note("peak", planned)
+    # Another batch may take another path, or another draw.
+    examined.results["status"] = applied.status()
+    seeds = range(DRAWN_STEPS) if draws else ()
+    drawn = [partial(subject.peak_bytes, seed=seed) for seed in seeds]
+    examined.note("drawn peaks", lambda: [peak() for peak in drawn])
 
 
 def _compared(subject: Subject, run: str) -> list[str]:
@@ -124,6 +137,7 @@ def _fit(subject: Subject, budget: int | str, examined: Examined) -> Fitted:
     try:
         fitted = mb.fit(step.model, step.batch, budget, step.loss_fn)
         examined.results["predicted"] = fitted.plan.peak_bytes
+        examined.results["draws"] = fitted.profile.draws
         return fitted
     finally:
         examined.results["seconds of fit"] = time.process_time() - start_s
@@ -136,8 +150,10 @@ def _apply_drawn(subject: Subject, examined: Examined) -> mb.Applied:
     profile = mb.profile(step.model, step.batch, loss_fn=step.loss_fn)
     schedule = drawn_schedule(Simulator(profile.graph), Random(subject.name))
     examined.results["predicted"] = schedule.peak_bytes
+    examined.results["draws"] = profile.draws
     applied = mb.apply(step.model, make_plan(profile, schedule, step.model, 0))
     for _ in range(2):
         subject.reset()
-        step.run()
+        with drawing(profile.draws):
+            step.run()
     return applied

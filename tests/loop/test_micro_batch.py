@@ -113,3 +113,22 @@ def test_modes_of_the_loop_do_not_see_a_recording():
         return int(counter.get_total_flops())
 
     assert flops(None) == flops("1GiB")
+
+
+class Dropping(nn.Module):
+    """Drops its layer at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input, scaled, through the layer or not."""
+        return x * self.scale if torch.rand(()) < 0.5 else self.layer(x * self.scale)
+
+
+def test_a_call_in_which_chance_decides_has_no_region():
+    calls = recorded(Dropping(), torch.ones(2, 4)).profile.graph.calls
+    assert [call.path for call in calls] == ["", "layer"]
+    assert [call.end > call.start for call in calls] == [False, True]

@@ -55,7 +55,7 @@ class EvaluationStep(Step):
         self.args, self.kwargs = args, kwargs
         self.replaced: frozenset[str] = frozenset()
 
-    def run(self, before_backward: Callable[[], None] | None = None) -> Any:
+    def run_as_drawn(self, before_backward: Callable[[], None] | None) -> Any:
         """Call the model; there is no backward pass."""
         before = self._held()
         with torch.no_grad(), without_wrapper(self.model):

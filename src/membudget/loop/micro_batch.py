@@ -31,9 +31,10 @@ from torch.nn import Module
 from membudget._torch import tree_map_only
 from membudget.attach import without_wrapper
 from membudget.errors import OptionError
-from membudget.graph import ModuleCall, Operator, StepGraph, Value
+from membudget.graph import ModuleCall, StepGraph, Value
 from membudget.loop.collectives import OWN_COLLECTIVES
 from membudget.loop.leaves import LeavesOf
+from membudget.planning import steady
 from membudget.profile import Profile
 from membudget.state.autocast import clear_casts, outside_autocast
 from membudget.state.identity import is_leaf
@@ -67,7 +68,7 @@ class MicroBatchStep(Step):
         self.loss_from = "the model's outputs"
         self.leaves_of = LeavesOf(model)
 
-    def run(self, before_backward: Callable[[], None] | None = None) -> Any:
+    def run_as_drawn(self, before_backward: Callable[[], None] | None) -> Any:
         """Run forward and backward; the outputs stay live, as they do in most loops.
 
         Raises:
@@ -132,8 +133,9 @@ class RecordedBatch:
             are_there: Whether an earlier forward has cached them.
         """
         self.cached, self.are_there = cached, are_there
+        profile = steady(profile)
         graph = profile.graph
-        self.profile = replace(profile, graph=replace(graph, calls=_steady(graph)))
+        self.profile = replace(profile, graph=replace(graph, calls=_silent(graph)))
 
     @cached_property
     def tail_operator(self) -> int:
@@ -224,30 +226,22 @@ class RecordedBatch:
         return replace(self.profile, graph=changed)
 
 
-def _steady(graph: StepGraph) -> tuple[ModuleCall, ...]:
+def _silent(graph: StepGraph) -> tuple[ModuleCall, ...]:
     """Return the module calls, those empty that no region may run again as a whole.
 
-    Some draw single random numbers, by which models drop layers: another draw runs
-    other operators, for which a plan of the whole call would not hold. Others
-    communicate, as SyncBatchNorm does: the other ranks would not answer a second time.
+    They communicate, as SyncBatchNorm does: the other ranks would not answer a second
+    time.
     """
-    unsteady = [
+    collectives = [
         index
         for index, operator in enumerate(graph.operators[: graph.backward_start])
-        if operator.name.startswith(OWN_COLLECTIVES) or _draws_one(graph, operator)
+        if operator.name.startswith(OWN_COLLECTIVES)
     ]
     return tuple(
         replace(call, end=call.start)
-        if any(call.start <= index < call.end for index in unsteady)
+        if any(call.start <= index < call.end for index in collectives)
         else call
         for call in graph.calls
-    )
-
-
-def _draws_one(graph: StepGraph, operator: Operator) -> bool:
-    is_uniform = operator.name.startswith("aten.rand.")
-    return is_uniform and all(
-        math.prod(graph.values[v].shape) == 1 for v in operator.outputs
     )
 
 

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from membudget.batch import call_make
 from membudget.errors import OptionError
 from membudget.profile.cache import Cache
 from membudget.profile.devices import DEVICES, Device
@@ -38,7 +39,6 @@ from membudget.profile.polynomial import (
 )
 from membudget.profile.profiling import profile, profile_step
 from membudget.profile.result import Profile
-from membudget.step import call_make
 from membudget.text import format_bytes, parse_bytes
 
 __all__ = [

@@ -2,10 +2,9 @@
 
 Floating-point tensors are fake: parameters, activations, gradients. Tensors computed
 only from integers and booleans (token ids, positions, masks) are real, because models
-branch on their values. So are single random numbers, by which models skip layers: they
-are as large as they can be, so that `torch.rand(()) < drop` skips none. Parameters may
-be fake already; parameters on `meta` are replaced by fake CPU tensors while the step
-runs.
+branch on their values. So are single random numbers, by which models skip layers; see
+`draws`. Parameters may be fake already; parameters on `meta` are replaced by fake CPU
+tensors while the step runs.
 """
 
 from __future__ import annotations
@@ -126,10 +125,6 @@ def explaining_fakes() -> Iterator[None]:
         ) from error
 
 
-_DRAWN = 1 - 2**-11
-"""What a single random number is: the largest below 1 in every common dtype."""
-
-
 class _IntegersForReal(DispatchMode):
     """Runs an operator on real memory if all its tensors are integers, or one draw."""
 
@@ -156,7 +151,7 @@ class _IntegersForReal(DispatchMode):
             return func(*args, **kwargs)
         if _draws_one(func, args):
             with without_fake_mode():
-                return _marked(func(*args, **kwargs).fill_(_DRAWN))
+                return _marked(func(*args, **kwargs))
         # With a fake operand, an operator writes to the fake twin of a real one.
         if func._schema.is_mutable and not _has_fakes(args, kwargs):
             self._note_written(written_arguments(func, args, kwargs))

@@ -10,9 +10,11 @@ from typing import Any
 from torch.nn import Module
 
 from membudget._torch import is_fake, is_profiling
-from membudget.errors import OptionError, SelectionError
+from membudget.draws import AS_DRAWN
+from membudget.errors import OptionError
 from membudget.graph import StepGraph
 from membudget.profile.cache import Cache
+from membudget.profile.chosen_draws import notes_on_draws, recorded_with_most
 from membudget.profile.cost import (
     level,
     notes_on,
@@ -21,22 +23,18 @@ from membudget.profile.cost import (
     share_out,
 )
 from membudget.profile.devices import DEVICES, Device, device_of
-from membudget.profile.events import TimerEvents
 from membudget.profile.fake import explaining_fakes, fake_tensors, without_meta
 from membudget.profile.key import key_of
 from membudget.profile.mesh import Parallelize, check_for_mesh, sharded_copy
+from membudget.profile.noted_draws import NotedDraws
 from membudget.profile.optimizer_step import OptimizerLike, record_optimizer
+from membudget.profile.recorded_steps import record, recorder_of, timed_record
 from membudget.profile.result import Profile, assemble
-from membudget.profile.step_recorder import StepRecorder
-from membudget.profile.timing import timed_steps
-from membudget.profile.workspace import allocations, note_workspaces, try_kernels
+from membudget.profile.workspace import try_kernels
 from membudget.progress import stage
-from membudget.selection import default_names
-from membudget.sharding import check_replaceable, prepare_units, unwrapped_model
-from membudget.state.identity import is_leaf
+from membudget.sharding import check_replaceable, prepare_units
 from membudget.step import (
     ABSENT,
-    CallableStep,
     LossFunction,
     Step,
     state_kept,
@@ -63,6 +61,8 @@ def profile(
     the backward pass and, if given, the optimizer. On real tensors, the step runs once
     to warm up, 3 to 15 times to be timed (until half a second has passed; 3 times in a
     process group, where all ranks must run as many steps), and once to be recorded.
+    Where random numbers decide what runs, as where layers are dropped, the step that is
+    recorded allocates most (docs/limits.md); to find it takes some more.
     After profiling, parameters, buffers, gradients, the modules' Python state and the
     random number generators are restored.
 
@@ -142,8 +142,11 @@ def profile_step(
         fake = not _has_memory(step)
     make = partial(_new_profile, step, optimizer, fake, target)
     if cache is None:
-        return make()
-    return cache.profile(partial(key_of, step, optimizer, fake, target), make)
+        found = make()
+    else:
+        found = cache.profile(partial(key_of, step, optimizer, fake, target), make)
+    step.draws = found.draws.rstrip(AS_DRAWN)
+    return found
 
 
 def _has_memory(step: Step) -> bool:
@@ -174,45 +177,43 @@ def _new_profile(
 def _real_profile(
     step: Step, optimizer: OptimizerLike, target: Device | None
 ) -> Profile:
-    blocks = _blocks(unwrapped_model(step.model))
-    with state_kept(step, has_values=True):
+    with state_kept(step, has_values=True) as start:
+        step.draws = ""
         step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
-        timed = [] if target else list(timed_steps(step, blocks))
-        step.prepare()
-        recorder = _recorder(step, is_fake=False)
-        events = TimerEvents(lambda: len(recorder.operators))
-        with allocations(step.device) as meter:
-            recorder.around = meter.around
-            _record(recorder, step, events, blocks)
-        note_workspaces(recorder, meter.table)
+        recorder, events, timed = timed_record(step, target is None)
+        if recorder.noted.may_decide:
+            chosen = recorded_with_most(step, start, partial(recorder_of, step), record)
+            if chosen.noted.letters:
+                recorder, events, timed = timed_record(step, target is None)
+                recorder.noted.letters = chosen.noted.letters
         static_bytes = record_optimizer(recorder, step, optimizer)
         graph = assemble(recorder, static_bytes)
-    if target is None:
-        timed_graph = level(share_out(roofline_of_optimizer(graph), events, timed))
-        notes = notes_on(events, timed)
-        if optimizer is not None:
-            notes += (
-                "the optimizer's step was not run: its seconds are this processor's "
-                "roofline",
-            )
-        return _profile(step, timed_graph, "real", "measured", notes)
-    return _profile(step, roofline(graph, target), "real", target.name, ())
+    noted = recorder.noted
+    if target is not None:
+        return _profile(step, roofline(graph, target), "real", target.name, (), noted)
+    timed_graph = level(share_out(roofline_of_optimizer(graph), events, timed))
+    notes = notes_on(events, timed)
+    if optimizer is not None:
+        notes += (
+            "the optimizer's step was not run: its seconds are this processor's "
+            "roofline",
+        )
+    return _profile(step, timed_graph, "real", "measured", notes, noted)
 
 
 def _fake_profile(
     step: Step, optimizer: OptimizerLike, target: Device | None
 ) -> Profile:
-    notes = []
+    notes: list[str] = []
     with (
-        state_kept(step, has_values=False),
+        state_kept(step, has_values=False) as start,
         fake_tensors(step.tensors()),
         without_meta(step.model, step.batch) as step.batch,
     ):
-        recorder = _recorder(step, is_fake=True)
         with explaining_fakes():
             prepare_units(step.model)
-            # No block is timed: the seconds come from a roofline.
-            _record(recorder, step, TimerEvents(lambda: 0), {})
+        make = partial(recorder_of, step, is_fake=True)
+        recorder = recorded_with_most(step, start, make, record)
         if is_profiling():
             notes.append(
                 "a profiler was running, so no kernel was tried; workspaces count as 0"
@@ -234,52 +235,16 @@ def _fake_profile(
             "need other bytes"
         )
     graph = roofline(graph, target)
-    return _profile(step, graph, "fake", target.name, tuple(notes))
-
-
-def _record(
-    recorder: StepRecorder, step: Step, events: TimerEvents, blocks: dict[str, Module]
-) -> None:
-    """Record one step, and leave the gradients on the leaves for the optimizer."""
-    recorder.lifetimes.know_freed()
-    model = unwrapped_model(step.model)
-    for name, parameter in model.named_parameters():
-        recorder.lifetimes.know(parameter, "parameter", name)
-    for name, buffer in model.named_buffers():
-        recorder.lifetimes.know(buffer, "buffer", name)
-    for name, tensor in step.batch_tensors().items():
-        recorder.lifetimes.know(tensor, "input", name)
-
-    def begin_backward() -> None:
-        recorder.begin("backward")
-        events.note("loss")
-
-    with events.on(blocks), recorder.recording():
-        events.note("start")
-        step.run(begin_backward)
-        events.note("end")
-    leaves = [*model.named_parameters(), *step.batch_tensors().items()]
-    for name, tensor in leaves:
-        if is_leaf(tensor) and tensor.grad is not None:
-            recorder.lifetimes.name_gradient(tensor.grad, name)
-
-
-def _recorder(step: Step, is_fake: bool) -> StepRecorder:
-    modules = dict(unwrapped_model(step.model).named_modules())
-    recorder = StepRecorder(modules, is_fake, isinstance(step, CallableStep))
-    recorder.lifetimes.device = step.device
-    return recorder
-
-
-def _blocks(model: Module) -> dict[str, Module]:
-    try:
-        return {name: model.get_submodule(name) for name in default_names(model)}
-    except SelectionError:
-        return {}
+    return _profile(step, graph, "fake", target.name, tuple(notes), recorder.noted)
 
 
 def _profile(
-    step: Step, graph: StepGraph, tensors: str, cost: str, notes: tuple[str, ...]
+    step: Step,
+    graph: StepGraph,
+    tensors: str,
+    cost: str,
+    notes: tuple[str, ...],
+    noted: NotedDraws,
 ) -> Profile:
     return Profile(
         graph=graph,
@@ -287,5 +252,7 @@ def _profile(
         tensors=tensors,
         cost=cost,
         loss_from=step.loss_from,
-        notes=notes,
+        notes=notes + notes_on_draws(noted.letters),
+        draws=noted.letters,
+        chance=noted.deciding_calls(),
     )

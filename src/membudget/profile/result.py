@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from membudget.errors import OptionError
-from membudget.graph import Operator, Saved, StaticBytes, StepGraph, Storage, Value
+from membudget.graph import (
+    Operator,
+    Saved,
+    StaticBytes,
+    StepGraph,
+    Storage,
+    Value,
+)
 from membudget.ops import decides, facts_of
 from membudget.planner.timeline import Timeline, timeline
 from membudget.profile.in_place import add_in_place
@@ -34,6 +41,10 @@ class Profile:
         cost: Source of the operator times: `"measured"`, or the name of a device.
         loss_from: Where the loss comes from, such as `"the model's output"`.
         notes: Caveats about bytes and times that are omitted or approximate.
+        draws: Letters of the random numbers that decide what the step runs (`draws`);
+            empty if none do.
+        chance: Numbers of the module calls in which one of those is drawn, so that they
+            run other operators in other steps.
     """
 
     graph: StepGraph
@@ -42,6 +53,8 @@ class Profile:
     cost: str
     loss_from: str
     notes: tuple[str, ...] = ()
+    draws: str = ""
+    chance: tuple[int, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -90,9 +103,17 @@ class Profile:
             texts = {k: str(data[k]) for k in ("model", "tensors", "cost", "loss_from")}
             notes = tuple(map(str, data["notes"]))
             graph = data["graph"]
+            draws = str(data.get("draws", ""))  # Older files have none.
+            chance = tuple(map(int, data.get("chance", ())))
         except (KeyError, TypeError) as error:
             raise OptionError(f"the profile is incomplete: {error!r}") from error
-        return cls(graph=StepGraph.from_dict(graph), notes=notes, **texts)
+        return cls(
+            graph=StepGraph.from_dict(graph),
+            notes=notes,
+            draws=draws,
+            chance=chance,
+            **texts,
+        )
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the profile as JSON text; given a path, also write a file atomically.

@@ -34,6 +34,7 @@ from membudget.profile.cost import computes_alone, flops_of
 from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
 from membudget.profile.module_calls import noting_calls
+from membudget.profile.noted_draws import NotedDraws
 
 
 class _SavedAlias:
@@ -57,6 +58,7 @@ class StepRecorder(Observer):
         distinct: Distinct operator calls, recorded on fake tensors only.
         phase: Current phase of the step.
         around: Returns the context in which the operator with an op index runs.
+        noted: Random numbers by which the forward may decide what it runs.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class StepRecorder(Observer):
         self.distinct: dict[Any, RecordedCall] = {}
         clock_ns = time.process_time_ns if computes_alone() else time.perf_counter_ns
         self._clock_ns = _no_time if is_fake else clock_ns
+        self.noted = NotedDraws()
         self._is_suspended = False
         self._last_node = 0
         self._newest_node = 0
@@ -112,11 +115,18 @@ class StepRecorder(Observer):
         moment = len(self.operators)
         values = tuple(map(self.lifetimes.value, inputs))
         self.calls.append(ModuleCall(path, moment, moment, values))
+        self.noted.open_calls.append(len(self.calls) - 1)
         return len(self.calls) - 1
 
     def _leave(self, number: int) -> None:
         """Note that the forward of a call has ended."""
         self.calls[number] = replace(self.calls[number], end=len(self.operators))
+        self.noted.open_calls.remove(number)
+
+    def note_draw(self) -> None:
+        """Note that a random number is drawn (`drawing`)."""
+        if self.phase == "forward":
+            self.noted.note(len(self.operators))
 
     def begin(self, phase: Phase) -> None:
         """Start the next phase of the step."""
@@ -132,6 +142,8 @@ class StepRecorder(Observer):
         if self._is_suspended or (
             facts is not None and (facts.is_query or not facts.is_numbered)
         ):
+            if not self._is_suspended:
+                self.noted.note_operator(operator, len(self.operators), [])
             return operator(*args, **kwargs)
         self.lifetimes.note_resized()
         index = len(self.operators)
@@ -155,6 +167,7 @@ class StepRecorder(Observer):
             output = operator(*args, **kwargs)
             recorded.nanoseconds = self._clock_ns() - start
         outputs = flat_outputs(output)
+        self.noted.note_operator(operator, index, outputs)
         recorded.flops = flops_of(operator, args, kwargs, output)
         written = [] if facts is None else _written(operator, facts, args, kwargs)
         is_view = facts is not None and facts.is_view
