@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import membudget as mb
-from membudget import attempt, race, recorded, terms
+from membudget import attempt, fastest, race, terms
 from membudget.allowance import Budget
 from membudget.attempt import MOST_PLANS
 from membudget.deadline import Deadline
@@ -121,7 +121,7 @@ def test_a_fit_with_all_the_time_skips_nothing():
 
 
 def test_each_part_is_skipped_when_its_turn_comes_after_the_deadline(monkeypatch):
-    monkeypatch.setattr(recorded, "NEARLY", math.inf)
+    monkeypatch.setattr(fastest, "NEARLY", math.inf)
     monkeypatch.setattr(terms, "FAR_OFF", math.inf)
     whole, deadline = fitted_until(10**9, measure="best")
     whole.remove()
