@@ -70,3 +70,22 @@ def test_a_budget_holds_whichever_layers_are_dropped(percent: int, on_cpu: bool)
         for one, other in zip(*gradients, strict=True):
             assert one is other is None or torch.equal(one, other)
     assert max(plain_peaks) > fitted.plan.budget_bytes
+
+
+def test_a_region_where_chance_decides_is_said_of_a_plan_that_has_one():
+    class Bare(Dropping):
+        def __init__(self) -> None:
+            super().__init__(True)
+            self.square = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in self.blocks:
+                if torch.rand(()) > 0.5:
+                    x = F.linear(x, self.square).relu()
+            return self.head(x).sum()
+
+    torch.manual_seed(0)
+    # What its layers keep is of the model's own operators.
+    fitted = mb.fit(Bare(), torch.randn(256, WIDTH), "60%", measure="none")
+    assert [region.path for region in fitted.plan.regions] == [""]
+    assert "no plan fits that leaves those modules without a region" in fitted.report()

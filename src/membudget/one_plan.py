@@ -36,9 +36,9 @@ from membudget.planner.schedule import Schedule
 from membudget.planning import (
     make_plan,
     next_schedules,
-    steady,
     unseen_bytes,
     without_calls,
+    without_regions,
 )
 from membudget.profile import Device, Profile, profile_step
 from membudget.profile.optimizer_step import OptimizerLike
@@ -121,7 +121,8 @@ def _of_all(own: Profile, model: Module, ranks: Ranks) -> Profile:
     if len(set(ranks.of_all(sha256(repr(places).encode()).hexdigest()))) > 1:
         raise OptionError(_difference(ranks.of_all(places)))
     graph = reduced(own.graph, ranks.most, ranks.slowest)
-    return without_calls(steady(replace(own, graph=graph)), set(around_units(model)))
+    of_all = without_regions(replace(own, graph=graph), own.chance)
+    return without_calls(of_all, set(around_units(model)))
 
 
 def _least(budget: Budget, ranks: Ranks) -> Budget:

@@ -71,16 +71,12 @@ def without_calls(profile: Profile, paths: Container[str]) -> Profile:
 
     Their calls stay as empty ones: the numbers of others are counted from the model's.
     """
-    calls = profile.graph.calls
-    return _emptied(profile, {n for n, call in enumerate(calls) if call.path in paths})
+    calls = enumerate(profile.graph.calls)
+    return without_regions(profile, {n for n, call in calls if call.path in paths})
 
 
-def steady(profile: Profile) -> Profile:
-    """Return a profile whose plans put no region where chance decides what runs."""
-    return _emptied(profile, profile.chance)
-
-
-def _emptied(profile: Profile, numbers: Container[int]) -> Profile:
+def without_regions(profile: Profile, numbers: Container[int]) -> Profile:
+    """Return a profile whose plans put no region on the calls with these numbers."""
     graph = profile.graph
     calls = tuple(
         replace(call, end=call.start) if number in numbers else call

@@ -30,13 +30,14 @@ from membudget.planning import (
     make_plan,
     next_schedules,
     planner_of,
-    steady,
     unlike_bytes,
     unseen_bytes,
     without_calls,
+    without_regions,
 )
 from membudget.profile import Profile
 from membudget.profile.cache import FROM_CACHE
+from membudget.profile.chosen_draws import REGIONS_OF_CHANCE
 from membudget.refusal import explaining_shortage
 from membudget.rehearsal import Rehearsal
 from membudget.report.kept_text import kept_text
@@ -75,10 +76,11 @@ def fit_recorded(
         profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
     fitting = partial(_in_turns, step, plain, budget, mode, deadline, given)
     try:
-        found = fitting(steady(profile))
+        found = fitting(without_regions(profile, profile.chance))
     except BudgetError:
         if not profile.chance:
             raise
+        profile = replace(profile, notes=(*profile.notes, REGIONS_OF_CHANCE))
         found = fitting(profile)  # Better a plan that chance may break than none.
     _check_current(profile, plain, found.applied)
     if measure is None:

@@ -75,6 +75,8 @@ def examine(subject: Subject, way: str) -> Examined:
             _measure(subject, applied, examined)
             for run in RUNS:
                 examined.note(run, partial(_compared, subject, run))
+                if run == FIRST and not examined.results.get("draws"):
+                    examined.results["status"] = applied.status()
         finally:
             applied.remove()
         examined.note("structure", lambda: subject.structure() == structure)
@@ -89,7 +91,7 @@ def _measure(subject: Subject, applied: Any, examined: Examined) -> None:
     draws = examined.results.get("draws", "")
     planned = partial(subject.peak_bytes, draws)
     examined.note("peak", planned)
-    # Another batch may take another path, or another draw.
+    # Another draw may take another path, and so may another batch.
     examined.results["status"] = applied.status()
     seeds = range(DRAWN_STEPS) if draws else ()
     drawn = [partial(subject.peak_bytes, seed=seed) for seed in seeds]

@@ -31,10 +31,10 @@ from torch.nn import Module
 from membudget._torch import tree_map_only
 from membudget.attach import without_wrapper
 from membudget.errors import OptionError
-from membudget.graph import ModuleCall, StepGraph, Value
+from membudget.graph import StepGraph, Value
 from membudget.loop.collectives import OWN_COLLECTIVES
 from membudget.loop.leaves import LeavesOf
-from membudget.planning import steady
+from membudget.planning import without_regions
 from membudget.profile import Profile
 from membudget.state.autocast import clear_casts, outside_autocast
 from membudget.state.identity import is_leaf
@@ -133,9 +133,8 @@ class RecordedBatch:
             are_there: Whether an earlier forward has cached them.
         """
         self.cached, self.are_there = cached, are_there
-        profile = steady(profile)
-        graph = profile.graph
-        self.profile = replace(profile, graph=replace(graph, calls=_silent(graph)))
+        without = {*profile.chance, *_communicating(profile.graph)}
+        self.profile = without_regions(profile, without)
 
     @cached_property
     def tail_operator(self) -> int:
@@ -226,23 +225,21 @@ class RecordedBatch:
         return replace(self.profile, graph=changed)
 
 
-def _silent(graph: StepGraph) -> tuple[ModuleCall, ...]:
-    """Return the module calls, those empty that no region may run again as a whole.
+def _communicating(graph: StepGraph) -> set[int]:
+    """Return the numbers of the calls that communicate, as SyncBatchNorm does.
 
-    They communicate, as SyncBatchNorm does: the other ranks would not answer a second
-    time.
+    No region may run them again: the other ranks would not answer a second time.
     """
     collectives = [
         index
         for index, operator in enumerate(graph.operators[: graph.backward_start])
         if operator.name.startswith(OWN_COLLECTIVES)
     ]
-    return tuple(
-        replace(call, end=call.start)
+    return {
+        number
+        for number, call in enumerate(graph.calls)
         if any(call.start <= index < call.end for index in collectives)
-        else call
-        for call in graph.calls
-    )
+    }
 
 
 def _makes(graph: StepGraph, index: int) -> bool:

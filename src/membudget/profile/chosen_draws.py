@@ -29,6 +29,12 @@ from membudget.step import Step
 DECIDE = "random numbers decide what the step runs"
 """How the note of a profile begins."""
 
+REGIONS_OF_CHANCE = (
+    f"{DECIDE}: no plan fits that leaves those modules without a region, and where "
+    "other operators run, theirs may take more"
+)
+"""The note of a profile whose plan has regions where chance decides."""
+
 MOST_DEPTH = 3
 """How deep draws inside of what others decide are chosen, or how often a loop repeats
 that draws until a number is large."""

@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from membudget.errors import OptionError
-from membudget.graph import (
-    Operator,
-    Saved,
-    StaticBytes,
-    StepGraph,
-    Storage,
-    Value,
-)
+from membudget.graph import Operator, Saved, StaticBytes, StepGraph, Storage, Value
 from membudget.ops import decides, facts_of
 from membudget.planner.timeline import Timeline, timeline
 from membudget.profile.in_place import add_in_place
