@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import membudget as mb
+from membudget import attempt
 
 LAYERS, WIDTH = 6, 32
 
@@ -72,7 +74,7 @@ def test_a_budget_holds_whichever_layers_are_dropped(percent: int, on_cpu: bool)
     assert max(plain_peaks) > fitted.plan.budget_bytes
 
 
-def test_a_region_where_chance_decides_is_said_of_a_plan_that_has_one():
+def test_a_region_where_chance_decides_is_said_of_a_plan_that_has_one(monkeypatch):
     class Bare(Dropping):
         def __init__(self) -> None:
             super().__init__(True)
@@ -85,7 +87,16 @@ def test_a_region_where_chance_decides_is_said_of_a_plan_that_has_one():
             return self.head(x).sum()
 
     torch.manual_seed(0)
+    tried, try_plan = [], attempt.try_plan
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        tried.append(args)
+        return try_plan(*args, **kwargs)
+
+    monkeypatch.setattr("membudget.recorded.try_plan", counted)
     # What its layers keep is of the model's own operators.
     fitted = mb.fit(Bare(), torch.randn(256, WIDTH), "60%", measure="none")
     assert [region.path for region in fitted.plan.regions] == [""]
     assert "no plan fits that leaves those modules without a region" in fitted.report()
+    # No step ran under a plan that was known not to fit.
+    assert len(tried) == len(fitted.attempts)

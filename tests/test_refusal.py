@@ -13,11 +13,12 @@ import membudget as mb
 from membudget.allowance import Budget
 from membudget.errors import OutOfMemoryError
 from membudget.planner.choice import Choice
-from membudget.planner.planner import plain_schedule
+from membudget.planner.planner import Planner, plain_schedule
 from membudget.planner.schedule import Simulator
 from membudget.refusal import (
     cannot_fit,
     explaining_shortage,
+    is_hopeless,
     predicted_least,
     refused,
 )
@@ -52,6 +53,15 @@ def test_no_plan_fits_below_what_every_schedule_takes():
     least = floor(PROFILE.graph).peak_bytes
     assert not cannot_fit(PROFILE.graph, step_budget(least))
     assert cannot_fit(PROFILE.graph, step_budget(least - 1))
+
+
+def test_a_budget_below_what_is_found_from_bytes_alone_is_hopeless():
+    graph = PROFILE.graph
+    least = Planner(graph).least_bytes()
+    assert least < PROFILE.peak_bytes
+    assert is_hopeless(graph, step_budget(least - 1))
+    assert not is_hopeless(graph, step_budget(least))
+    assert not is_hopeless(graph, step_budget(PROFILE.peak_bytes))
 
 
 def test_a_refusal_lists_what_the_plans_took():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Literal
@@ -38,7 +39,7 @@ from membudget.planning import (
 from membudget.profile import Profile
 from membudget.profile.cache import FROM_CACHE
 from membudget.profile.chosen_draws import REGIONS_OF_CHANCE
-from membudget.refusal import explaining_shortage
+from membudget.refusal import explaining_shortage, is_hopeless
 from membudget.rehearsal import Rehearsal
 from membudget.report.kept_text import kept_text
 from membudget.step import Step
@@ -75,13 +76,15 @@ def fit_recorded(
     if plain is None and profile.tensors == "real":
         profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
     fitting = partial(_in_turns, step, plain, budget, mode, deadline, given)
-    try:
-        found = fitting(without_regions(profile, profile.chance))
-    except BudgetError:
-        if not profile.chance:
-            raise
-        profile = replace(profile, notes=(*profile.notes, REGIONS_OF_CHANCE))
-        found = fitting(profile)  # Better a plan that chance may break than none.
+    found = None
+    if profile.chance:
+        steady = without_regions(profile, profile.chance)
+        if given is not None or not is_hopeless(steady.graph, budget):
+            with suppress(BudgetError):
+                found = fitting(steady)
+        if found is None:  # Better a plan that chance may break than none.
+            profile = replace(profile, notes=(*profile.notes, REGIONS_OF_CHANCE))
+    found = found or fitting(profile)
     _check_current(profile, plain, found.applied)
     if measure is None:
         measure = "best" if profile.graph.seconds < QUICK_S else "one"

@@ -14,7 +14,9 @@ from membudget.allocation import is_out_of_memory, note_shortage
 from membudget.allowance import Budget, gradient_bytes
 from membudget.errors import BudgetError, OutOfMemoryError
 from membudget.graph import StepGraph
-from membudget.planner.schedule import Schedule
+from membudget.planner.planner import least_schedules, solvers_of
+from membudget.planner.schedule import Schedule, Simulator
+from membudget.planner.timeline import timeline
 from membudget.profile import Profile
 from membudget.report.advice import floor, operator_text
 from membudget.report.holders import HeldAtPeak, held_at_peak
@@ -23,6 +25,17 @@ from membudget.report.holders import HeldAtPeak, held_at_peak
 def cannot_fit(graph: StepGraph, budget: Budget) -> bool:
     """Return whether certainly no plan fits, so that no search can help."""
     return floor(graph).peak_bytes > budget.step_bytes
+
+
+def is_hopeless(graph: StepGraph, budget: Budget) -> bool:
+    """Return whether no plan that is found from bytes alone is predicted to fit.
+
+    A search may find a smaller one, though hardly ever one that is much smaller.
+    """
+    if timeline(graph).peak_bytes <= budget.step_bytes:
+        return False
+    least = least_schedules(Simulator(graph), solvers_of(graph))
+    return all(schedule.peak_bytes > budget.step_bytes for schedule in least)
 
 
 def predicted_least(profile: Profile, smallest: Schedule) -> int:

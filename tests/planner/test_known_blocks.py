@@ -184,6 +184,19 @@ def test_equal_blocks_are_simulated_once_for_each_way_to_keep(simulated):
     assert [choice.start for choice in simulated] == [2, 2]
 
 
+def test_a_step_that_differs_in_seconds_alone_shares_timelines(simulated):
+    graph = chain_of([3, 5] * 4, [1.0, 2.0] * 4)
+    slower = tuple(replace(operator, seconds=7.0) for operator in graph.operators)
+    known = KnownBlocks(graph)
+    other = KnownBlocks(replace(graph, operators=slower), alike=known)
+    kept = frozenset(graph.born_at[2])
+    found, again = (of.timeline(Choice(2, 4, kept)) for of in (known, other))
+    assert len(simulated) == 1
+    for one, two in zip(found, again, strict=True):
+        assert one.tolist() == two.tolist()
+    assert known.keep_sets(Block(2, 4)) != other.keep_sets(Block(2, 4))
+
+
 def test_a_block_with_stages_is_simulated_with_them(simulated):
     graph = chain_of([3, 5] * 4, [1.0, 2.0] * 4)
     known = KnownBlocks(graph)

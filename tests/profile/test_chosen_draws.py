@@ -183,6 +183,14 @@ def test_a_fake_step_that_decides_nothing_is_recorded_once():
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize(("kept", "times"), [(kept_if_large, 3), (kept_if_small, 4)])
+def test_a_step_is_recorded_again_only_if_another_was_recorded_after_it(kept, times):
+    model, calls = Dropping(kept), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    mb.profile(model, X, fake=True)  # As drawn, with the smallest, with the largest.
+    assert len(calls) == times
+
+
 @pytest.mark.parametrize("fake", [False, True])
 def test_calls_with_a_draw_that_decides_are_those_of_chance(fake: bool):
     found = mb.profile(nn.Sequential(Dropping(kept_if_small)), X, fake=fake)

@@ -43,12 +43,22 @@ class _Shape(NamedTuple):
 class KnownBlocks:
     """Cache of keep-sets and timelines of the blocks of one step."""
 
-    def __init__(self, graph: StepGraph, plain: PlainStep | None = None):
-        """Create an empty cache for one step, of which the `plain` one is known."""
+    def __init__(
+        self,
+        graph: StepGraph,
+        plain: PlainStep | None = None,
+        alike: KnownBlocks | None = None,
+    ):
+        """Create a cache for one step, of which the `plain` one is known.
+
+        It shares timelines with the cache of a step that differs in seconds alone.
+        """
         self._graph, self._plain = graph, plain or PlainStep(graph)
         self._keep_sets: dict[Hashable, list[KeepSet]] = {}
         self._shapes: dict[tuple[int, int], _Shape | None] = {}
         self._timelines: dict[Hashable, BlockTimeline] = {}
+        if alike is not None:
+            self._shapes, self._timelines = alike._shapes, alike._timelines
 
     def keep_sets(
         self, block: Block, always: frozenset[int] = frozenset()

@@ -146,16 +146,8 @@ class Planner:
 
     @cached_property
     def _least(self) -> list[Schedule]:
-        """The smallest schedules of each solver, found from bytes alone.
-
-        Each operator counts as one second, so that they do not depend on what was
-        measured.
-        """
-        operators = tuple(replace(o, seconds=1.0) for o in self.graph.operators)
-        timeless = Simulator(replace(self.graph, operators=operators))
-        makers = (deeply_nested if m is nested else m for m in self._solvers)
-        solvers = (solver for make in makers for solver in make(timeless))
-        found = (schedule for solver in solvers for schedule in solver.least)
+        """The smallest schedules of each solver, found from bytes alone."""
+        found = least_schedules(self.simulator, self._solvers)
         return [self.simulator.schedule(s.calls, s.choices) for s in found]
 
     @cached_property
@@ -174,6 +166,21 @@ class Planner:
     def least_bytes(self) -> int:
         """Return the smallest budget for which a schedule is known."""
         return self.smallest().peak_bytes
+
+
+def least_schedules(
+    simulator: Simulator, solvers: Sequence[SolverMaker]
+) -> list[Schedule]:
+    """Return the smallest schedules of each solver, found from bytes alone.
+
+    Each operator counts as one second, so that they do not depend on what was measured.
+    """
+    operators = tuple(replace(o, seconds=1.0) for o in simulator.graph.operators)
+    graph = replace(simulator.graph, operators=operators)
+    timeless = Simulator(graph, alike=simulator)
+    makers = (deeply_nested if make is nested else make for make in solvers)
+    found = (solver for make in makers for solver in make(timeless))
+    return [schedule for solver in found for schedule in solver.least]
 
 
 def solvers_of(graph: StepGraph) -> tuple[SolverMaker, ...]:

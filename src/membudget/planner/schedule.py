@@ -65,14 +65,20 @@ class Simulator:
         self,
         graph: StepGraph,
         overheads: Overheads = NO_OVERHEADS,
+        alike: Simulator | None = None,
     ):
-        """Create a simulator with an empty cache, whose schedules move nothing."""
+        """Create a simulator whose schedules move nothing.
+
+        It shares what it learns of bytes with one of the same step (`alike`), whose
+        operators may take other times.
+        """
         self.plain = graph
         self.host: Host | None = None
         self.graph = overheads.with_replayed_forward(graph)
         self._overheads = overheads
         self._plain = PlainStep(self.graph)
-        self.known = KnownBlocks(self.graph, self._plain)
+        known: KnownBlocks | None = None if alike is None else alike.known
+        self.known: KnownBlocks = KnownBlocks(self.graph, self._plain, known)
         self.candidates = self.operators = 0
         self._orders = AskedOrders(self.graph)
         self._known: dict[tuple[Choice, ...], Simulation] = {}

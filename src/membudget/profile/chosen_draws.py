@@ -62,7 +62,7 @@ def recorded_with_most(
         trials.check("")
         return natural
     most = trials.best(trials.letters_with_most())
-    found = trials.run(most)
+    found = trials.recorded(most)
     trials.check(most)
     if trials.decide():
         found.noted.letters = most or AS_DRAWN
@@ -77,6 +77,7 @@ class _Trials:
         found: Bytes that a forward allocates after each draw until the next, before the
             first one at place 0; by letters.
         counts: How many draws there were, also in steps that failed; by letters.
+        latest: The latest recording, with its letters.
     """
 
     step: Step
@@ -86,6 +87,13 @@ class _Trials:
     found: dict[str, list[int]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     failed: Exception | None = None
+    latest: tuple[str, StepRecorder] | None = None
+
+    def recorded(self, letters: str) -> StepRecorder:
+        """Return a recording that nothing has run after."""
+        if self.latest is not None and self.latest[0] == letters:
+            return self.latest[1]
+        return self.run(letters)
 
     def run(self, letters: str) -> StepRecorder:
         """Record the step once; a step that fails is none of those found."""
@@ -105,6 +113,7 @@ class _Trials:
         else:
             self.found[letters] = _allocated_bytes(recorder)
         self.counts[letters] = len(recorder.noted.draws)
+        self.latest = letters, recorder
         return recorder
 
     def letters_with_most(self) -> str:
@@ -126,7 +135,8 @@ class _Trials:
     def _more(self, letters: str, count: int) -> str:
         """Return the letters of so many draws after those that are chosen."""
         tails = []
-        for letter in (LARGEST, SMALLEST):
+        # What drops layers mostly runs them all with the largest: that run is the last.
+        for letter in (SMALLEST, LARGEST):
             tried = letters + letter * count
             if tried not in self.counts:
                 self.run(tried)
@@ -135,8 +145,8 @@ class _Trials:
             tail = [*tail[: count - 1], sum(last)] if last else tail
             tails.append(tail + [-1] * (count - len(tail)))
         return "".join(
-            AS_DRAWN if one == other else LARGEST if one > other else SMALLEST
-            for one, other in zip(*tails, strict=True)
+            AS_DRAWN if small == large else SMALLEST if small > large else LARGEST
+            for small, large in zip(*tails, strict=True)
         )
 
     def best(self, letters: str) -> str:

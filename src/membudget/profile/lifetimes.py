@@ -25,7 +25,7 @@ from torch import Tensor
 
 from membudget._torch_accelerator import HOST, counts_on
 from membudget.graph import Kind, Phase, Value
-from membudget.state.bits import living_tensors, plain_parts, was_freed
+from membudget.state.bits import plain_parts
 
 
 @dataclass(slots=True)
@@ -87,8 +87,8 @@ class Lifetimes:
         is_forward: Whether the forward runs; only then are released storages recorded.
     """
 
-    def __init__(self) -> None:
-        """Create a tracker with no tensors registered."""
+    def __init__(self, emptied: dict[int, Any] | None = None) -> None:
+        """Create a tracker that knows no tensors, but which storages are `emptied`."""
         self.device = HOST
         self.values: list[Value] = []
         self.storages: list[RecordedStorage] = []
@@ -98,7 +98,7 @@ class Lifetimes:
         self._value_of: dict[int, int] = {}
         self._values_on: dict[int, list[int]] = {}
         self._watched: dict[int, Any] = {}
-        self._resized: dict[int, Any] = {}
+        self._resized = emptied or {}
 
     def stop(self) -> None:
         """Stop tracking; tensors that are still live count as outliving the step."""
@@ -123,12 +123,6 @@ class Lifetimes:
             storage = self.storages[self.storage(part, -1)]
             if storage.kind == "outside":
                 storage.kind, storage.name = kind, name
-
-    def know_freed(self) -> None:
-        """Register the storages of living tensors that are empty now."""
-        for tensor in filter(was_freed, living_tensors()):
-            storage = tensor.untyped_storage()
-            self._resized[storage._cdata] = ref(storage)
 
     def know_as(self, tensor: Tensor, other: Tensor) -> None:
         """Register `tensor` as a stand-in that shares the storage of `other`."""

@@ -28,11 +28,18 @@ from membudget.profile.key import key_of
 from membudget.profile.mesh import Parallelize, check_for_mesh, sharded_copy
 from membudget.profile.noted_draws import NotedDraws
 from membudget.profile.optimizer_step import OptimizerLike, record_optimizer
-from membudget.profile.recorded_steps import record, recorder_of, timed_record
+from membudget.profile.recorded_steps import (
+    blocks_of,
+    record,
+    record_metered,
+    recorder_of,
+)
 from membudget.profile.result import Profile, assemble
+from membudget.profile.timing import timed_steps
 from membudget.profile.workspace import try_kernels
 from membudget.progress import stage
 from membudget.sharding import check_replaceable, prepare_units
+from membudget.state.bits import emptied_storages
 from membudget.step import (
     ABSENT,
     LossFunction,
@@ -180,19 +187,16 @@ def _real_profile(
     with state_kept(step, has_values=True) as start:
         step.draws = ""
         step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
-        recorder, events, timed = timed_record(step, target is None)
-        if recorder.noted.may_decide:
-            chosen = recorded_with_most(step, start, partial(recorder_of, step), record)
-            if chosen.noted.letters:
-                recorder, events, timed = timed_record(step, target is None)
-                recorder.noted.letters = chosen.noted.letters
+        make = partial(recorder_of, step, emptied_storages())
+        recorder = recorded_with_most(step, start, make, record_metered)
         static_bytes = record_optimizer(recorder, step, optimizer)
         graph = assemble(recorder, static_bytes)
+        timed = [] if target else list(timed_steps(step, blocks_of(step)))
     noted = recorder.noted
     if target is not None:
         return _profile(step, roofline(graph, target), "real", target.name, (), noted)
-    timed_graph = level(share_out(roofline_of_optimizer(graph), events, timed))
-    notes = notes_on(events, timed)
+    timed_graph = level(share_out(roofline_of_optimizer(graph), recorder.events, timed))
+    notes = notes_on(recorder.events, timed)
     if optimizer is not None:
         notes += (
             "the optimizer's step was not run: its seconds are this processor's "
@@ -212,7 +216,7 @@ def _fake_profile(
     ):
         with explaining_fakes():
             prepare_units(step.model)
-        make = partial(recorder_of, step, is_fake=True)
+        make = partial(recorder_of, step, emptied_storages(), is_fake=True)
         recorder = recorded_with_most(step, start, make, record)
         if is_profiling():
             notes.append(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch.nn import Module
 
 from membudget.errors import SelectionError
-from membudget.profile.events import TimerEvents
 from membudget.profile.fake import explaining_fakes
 from membudget.profile.step_recorder import StepRecorder
-from membudget.profile.timing import timed_steps
 from membudget.profile.workspace import allocations, note_workspaces
 from membudget.selection import default_names
 from membudget.sharding import unwrapped_model
@@ -18,34 +17,21 @@ from membudget.state.identity import is_leaf
 from membudget.step import CallableStep, Step
 
 
-def timed_record(
-    step: Step, is_timed: bool
-) -> tuple[StepRecorder, TimerEvents, list[TimerEvents]]:
-    """Time a step some times, and record it once."""
-    blocks = _blocks(unwrapped_model(step.model))
-    timed = list(timed_steps(step, blocks)) if is_timed else []
-    step.prepare()
-    recorder = recorder_of(step)
-    events = TimerEvents(lambda: len(recorder.operators))
+def record_metered(recorder: StepRecorder, step: Step) -> None:
+    """Record one real step, with what its kernels allocate while they run."""
     with allocations(step.device) as meter:
         recorder.around = meter.around
-        record(recorder, step, events, blocks)
+        record(recorder, step, blocks_of(step))
     note_workspaces(recorder, meter.table)
-    return recorder, events, timed
 
 
 def record(
-    recorder: StepRecorder,
-    step: Step,
-    events: TimerEvents | None = None,
-    blocks: Mapping[str, Module] | None = None,
+    recorder: StepRecorder, step: Step, blocks: Mapping[str, Module] | None = None
 ) -> None:
     """Record one step, and leave the gradients on the leaves for the optimizer.
 
-    Nothing is timed without `events`: the seconds come from a roofline.
+    Its `events` tell when the `blocks` began and ended.
     """
-    events = events or TimerEvents(lambda: 0)
-    recorder.lifetimes.know_freed()
     model = unwrapped_model(step.model)
     for name, parameter in model.named_parameters():
         recorder.lifetimes.know(parameter, "parameter", name)
@@ -56,11 +42,12 @@ def record(
 
     def begin_backward() -> None:
         recorder.begin("backward")
-        events.note("loss")
+        recorder.events.note("loss")
 
     recorder.noted.are_told = bool(step.draws)
     step.on_draw = recorder.note_draw
     try:
+        events = recorder.events
         with explaining_fakes(), events.on(dict(blocks or {})), recorder.recording():
             events.note("start")
             step.run(begin_backward)
@@ -73,15 +60,19 @@ def record(
             recorder.lifetimes.name_gradient(tensor.grad, name)
 
 
-def recorder_of(step: Step, is_fake: bool = False) -> StepRecorder:
-    """Return a recorder for one run of a step."""
+def recorder_of(
+    step: Step, emptied: dict[int, Any], is_fake: bool = False
+) -> StepRecorder:
+    """Return a recorder for one run of a step, before which storages are `emptied`."""
     modules = dict(unwrapped_model(step.model).named_modules())
-    recorder = StepRecorder(modules, is_fake, isinstance(step, CallableStep))
+    recorder = StepRecorder(modules, is_fake, isinstance(step, CallableStep), emptied)
     recorder.lifetimes.device = step.device
     return recorder
 
 
-def _blocks(model: Module) -> dict[str, Module]:
+def blocks_of(step: Step) -> dict[str, Module]:
+    """Return the modules between whose begins and ends a step is timed, by path."""
+    model = unwrapped_model(step.model)
     try:
         return {name: model.get_submodule(name) for name in default_names(model)}
     except SelectionError:

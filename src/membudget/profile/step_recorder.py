@@ -31,6 +31,7 @@ from membudget.graph import ModuleCall, Phase
 from membudget.observer import Observer
 from membudget.ops import OperatorFacts, facts_of, flat_arguments, flat_outputs
 from membudget.profile.cost import computes_alone, flops_of
+from membudget.profile.events import TimerEvents
 from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
 from membudget.profile.module_calls import noting_calls
@@ -58,6 +59,7 @@ class StepRecorder(Observer):
         distinct: Distinct operator calls, recorded on fake tensors only.
         phase: Current phase of the step.
         around: Returns the context in which the operator with an op index runs.
+        events: When blocks begin and end, by op index.
         noted: Random numbers by which the forward may decide what it runs.
     """
 
@@ -66,6 +68,7 @@ class StepRecorder(Observer):
         modules: Mapping[str, Module],
         is_fake: bool,
         finds_backward: bool = False,
+        emptied: dict[int, Any] | None = None,
     ):
         """Create a recorder for one step.
 
@@ -74,12 +77,14 @@ class StepRecorder(Observer):
             is_fake: Whether the tensors are fake: fake steps record distinct calls.
             finds_backward: Whether the first operator that autograd runs begins the
                 backward phase, for a step that does not call `begin("backward")`.
+            emptied: Storages that were empty before the step, and may be filled in it.
         """
         self.operators: list[RecordedOperator] = []
-        self.lifetimes = Lifetimes()
+        self.lifetimes = Lifetimes(emptied)
         self.saved: list[RecordedSaved] = []
         self.phase: Phase = "forward"
         self.around: Callable[[int], AbstractContextManager[Any]] = nullcontext
+        self.events = TimerEvents(self.operators.__len__)
         self._modules = modules
         self._names = {id(module): path for path, module in modules.items()}
         self._is_fake = is_fake
