@@ -1,4 +1,4 @@
-"""Time plain steps, block by block, before one is recorded."""
+"""Time plain steps, block by block, without a recorder."""
 
 from __future__ import annotations
 
