@@ -191,6 +191,15 @@ def test_a_step_is_recorded_again_only_if_another_was_recorded_after_it(kept, ti
     assert len(calls) == times
 
 
+@pytest.mark.parametrize("kept", [kept_if_large, kept_if_small])
+def test_ranks_record_as_many_steps_whichever_letters_they_choose(kept, monkeypatch):
+    monkeypatch.setattr("membudget.profile.chosen_draws.is_grouped", lambda: True)
+    model, calls = Dropping(kept), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    mb.profile(model, X, fake=True)
+    assert len(calls) == 4
+
+
 @pytest.mark.parametrize("fake", [False, True])
 def test_calls_with_a_draw_that_decides_are_those_of_chance(fake: bool):
     found = mb.profile(nn.Sequential(Dropping(kept_if_small)), X, fake=fake)

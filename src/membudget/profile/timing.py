@@ -18,13 +18,19 @@ TIMED_S = 0.5
 """Short steps are timed for at least this long: a machine may be slow for a moment."""
 
 
+def is_grouped() -> bool:
+    """Return whether all processes of a group must run as many steps.
+
+    They wait for each other in a step's collectives, however fast each of them is, and
+    whatever it draws.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]:
     """Run a step some times, and yield when its parts began in each."""
-    # Processes of one group wait for each other in a step's collectives, so that all
-    # must run as many steps, however fast each of them is.
-    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     end_s = time.monotonic() + TIMED_S
-    for number in range(FEWEST_TIMED if is_grouped else MOST_TIMED):
+    for number in range(FEWEST_TIMED if is_grouped() else MOST_TIMED):
         if number >= FEWEST_TIMED and time.monotonic() >= end_s:
             break
         step.prepare()
