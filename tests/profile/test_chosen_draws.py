@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.errors import OptionError
-from membudget.profile import Profile
+from membudget.profile import Profile, chosen_draws
 from membudget.profile.cache import FROM_CACHE
 
 LAYERS = 4
@@ -193,7 +193,7 @@ def test_a_step_is_recorded_again_only_if_another_was_recorded_after_it(kept, ti
 
 @pytest.mark.parametrize("kept", [kept_if_large, kept_if_small])
 def test_ranks_record_as_many_steps_whichever_letters_they_choose(kept, monkeypatch):
-    monkeypatch.setattr("membudget.profile.chosen_draws.is_grouped", lambda: True)
+    monkeypatch.setattr(chosen_draws, "is_grouped", lambda: True)
     model, calls = Dropping(kept), []
     model.register_forward_hook(lambda *_: calls.append(1))
     mb.profile(model, X, fake=True)
