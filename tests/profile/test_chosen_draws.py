@@ -191,6 +191,21 @@ def test_a_step_is_recorded_again_only_if_another_was_recorded_after_it(kept, ti
     assert len(calls) == times
 
 
+def test_each_recording_is_of_the_second_step_from_the_start():
+    class Counting(Dropping):
+        steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            counts.append(self.steps)
+            self.steps += 1
+            return super().forward(x)
+
+    counts: list[int] = []
+    mb.profile(Counting(kept_if_large), X)
+    # As drawn, with the smallest numbers, with the largest; what follows is timed.
+    assert counts[:7] == [0, 1, 0, 1, 0, 1, 2]
+
+
 @pytest.mark.parametrize("kept", [kept_if_large, kept_if_small])
 def test_ranks_record_as_many_steps_whichever_letters_they_choose(kept, monkeypatch):
     monkeypatch.setattr(chosen_draws, "is_grouped", lambda: True)

@@ -69,7 +69,8 @@ def test_row_c06_every_step_of_a_fit_runs_the_same_layers():
 )
 def test_row_c06_steps_of_a_fit_run_all_layers_that_may_drop(draw: Callable[[], float]):
     ran = runs_of_fit(draw)
-    # First it runs what chance says, and with the largest numbers.
-    begin = ran.index(list(range(8)))
-    assert len(ran) - begin > 8
-    assert all(layers == list(range(8)) for layers in ran[begin:])
+    # First it runs what chance says, and with the smallest and the largest numbers: a
+    # step without layers fails.
+    assert ran[2:5] == [list(range(8)), list(range(8)), []]
+    assert len(ran) > 13
+    assert all(layers == list(range(8)) for layers in ran[5:])

@@ -45,7 +45,11 @@ Record = Callable[[StepRecorder, Step], None]
 
 
 def recorded_with_most(
-    step: Step, start: State, make: Make, record: Record
+    step: Step,
+    start: State,
+    make: Make,
+    record: Record,
+    warm_up: Callable[[], object],
 ) -> StepRecorder:
     """Record a step; if random numbers decide what it runs, the one that takes most.
 
@@ -56,8 +60,9 @@ def recorded_with_most(
         start: The state in which it begins.
         make: Makes a recorder.
         record: Records the step with it.
+        warm_up: Does what has been done before the first recording.
     """
-    trials = _Trials(step, start, make, record)
+    trials = _Trials(step, start, make, record, warm_up)
     natural = trials.run("")
     if not natural.noted.may_decide:
         trials.check("")
@@ -85,6 +90,7 @@ class _Trials:
     start: State
     make: Make
     record: Record
+    warm_up: Callable[[], object]
     found: dict[str, list[int]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     failed: Exception | None = None
@@ -98,17 +104,20 @@ class _Trials:
 
     def run(self, letters: str) -> StepRecorder:
         """Record the step once; a step that fails is none of those found."""
-        if self.found or self.failed:
-            self.start.restore()
+        is_first = not (self.found or self.failed)
         self.step.draws = letters
-        self.step.prepare()
         self.found.pop(letters, None)
         recorder = self.make()
         try:
+            if not is_first:
+                self.start.restore()
+                self.warm_up()
+            self.step.prepare()
             self.record(recorder, self.step)
         except Exception as error:
             asks_for_value = isinstance(error.__cause__, fake_errors())
-            if asks_for_value or is_out_of_memory(error) or not recorder.noted.draws:
+            draws = letters or recorder.noted.draws
+            if asks_for_value or is_out_of_memory(error) or not draws:
                 raise
             self.failed = error  # Such as that no layer ran, and made no loss.
         else:

@@ -188,7 +188,7 @@ def _real_profile(
         step.draws = ""
         step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
         make = partial(recorder_of, step, emptied_storages())
-        recorder = recorded_with_most(step, start, make, record_metered)
+        recorder = recorded_with_most(step, start, make, record_metered, step.run)
         static_bytes = record_optimizer(recorder, step, optimizer)
         graph = assemble(recorder, static_bytes)
         timed = [] if target else list(timed_steps(step, blocks_of(step)))
@@ -217,7 +217,7 @@ def _fake_profile(
         with explaining_fakes():
             prepare_units(step.model)
         make = partial(recorder_of, step, emptied_storages(), is_fake=True)
-        recorder = recorded_with_most(step, start, make, record)
+        recorder = recorded_with_most(step, start, make, record, lambda: None)
         if is_profiling():
             notes.append(
                 "a profiler was running, so no kernel was tried; workspaces count as 0"
