@@ -104,13 +104,14 @@ class _Trials:
 
     def run(self, letters: str) -> StepRecorder:
         """Record the step once; a step that fails is none of those found."""
-        is_first = not (self.found or self.failed)
+        is_further = self.latest is not None
+        if is_further:
+            self.start.restore()
         self.step.draws = letters
         self.found.pop(letters, None)
         recorder = self.make()
         try:
-            if not is_first:
-                self.start.restore()
+            if is_further:
                 self.warm_up()
             self.step.prepare()
             self.record(recorder, self.step)

@@ -21,6 +21,7 @@ from membudget._torch import is_profiling
 from membudget._torch_accelerator import main_device, name_of
 from membudget.profile.devices import Device, processor_name
 from membudget.profile.optimizer_step import OptimizerLike
+from membudget.profile.timing import is_grouped
 from membudget.state.autocast import device_types
 from membudget.state.code import IndescribableError
 from membudget.state.description import describe
@@ -86,7 +87,7 @@ def _digest_of(decided_by: dict[str, Any]) -> str:
 
 def _check_alone() -> None:
     """Reject circumstances that the key does not name."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_grouped():
         raise IndescribableError("all ranks of a process group run as many steps")
     if is_profiling():
         raise IndescribableError("a profiler is running")

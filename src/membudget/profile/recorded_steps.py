@@ -32,7 +32,7 @@ def record(
 
     Its `events` tell when the `blocks` began and ended.
     """
-    model = unwrapped_model(step.model)
+    events, model = recorder.events, unwrapped_model(step.model)
     for name, parameter in model.named_parameters():
         recorder.lifetimes.know(parameter, "parameter", name)
     for name, buffer in model.named_buffers():
@@ -42,12 +42,11 @@ def record(
 
     def begin_backward() -> None:
         recorder.begin("backward")
-        recorder.events.note("loss")
+        events.note("loss")
 
     recorder.noted.are_told = bool(step.draws)
     step.on_draw = recorder.note_draw
     try:
-        events = recorder.events
         with explaining_fakes(), events.on(dict(blocks or {})), recorder.recording():
             events.note("start")
             step.run(begin_backward)
