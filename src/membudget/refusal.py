@@ -28,9 +28,9 @@ def cannot_fit(graph: StepGraph, budget: Budget) -> bool:
 
 
 def is_hopeless(graph: StepGraph, budget: Budget) -> bool:
-    """Return whether no plan that is found from bytes alone is predicted to fit.
+    """Return whether even the smallest plans are predicted to exceed the budget.
 
-    A search may find a smaller one, though hardly ever one that is much smaller.
+    They are found from bytes alone; a full search seldom finds smaller ones.
     """
     if timeline(graph).peak_bytes <= budget.step_bytes:
         return False

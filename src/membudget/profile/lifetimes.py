@@ -88,7 +88,7 @@ class Lifetimes:
     """
 
     def __init__(self, emptied: dict[int, Any] | None = None) -> None:
-        """Create a tracker that knows no tensors, but which storages are `emptied`."""
+        """Create a tracker with no tensors, which watches the `emptied` storages."""
         self.device = HOST
         self.values: list[Value] = []
         self.storages: list[RecordedStorage] = []

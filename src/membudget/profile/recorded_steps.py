@@ -30,7 +30,7 @@ def record(
 ) -> None:
     """Record one step, and leave the gradients on the leaves for the optimizer.
 
-    Its `events` tell when the `blocks` began and ended.
+    The recorder's `events` tell when the `blocks` began and ended.
     """
     events, model = recorder.events, unwrapped_model(step.model)
     for name, parameter in model.named_parameters():
@@ -62,7 +62,7 @@ def record(
 def recorder_of(
     step: Step, emptied: dict[int, Any], is_fake: bool = False
 ) -> StepRecorder:
-    """Return a recorder for one run of a step, before which storages are `emptied`."""
+    """Return a recorder for one run of a step that may fill `emptied` storages."""
     modules = dict(unwrapped_model(step.model).named_modules())
     recorder = StepRecorder(modules, is_fake, isinstance(step, CallableStep), emptied)
     recorder.lifetimes.device = step.device
@@ -70,7 +70,7 @@ def recorder_of(
 
 
 def blocks_of(step: Step) -> dict[str, Module]:
-    """Return the modules between whose begins and ends a step is timed, by path."""
+    """Return the modules whose begin and end divide the time of a step, by path."""
     model = unwrapped_model(step.model)
     try:
         return {name: model.get_submodule(name) for name in default_names(model)}
