@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import REPLAY, RERUN, Choice
 from membudget.planner.overheads import (
@@ -83,12 +85,16 @@ def test_a_replay_takes_a_share_of_the_forward_and_its_overhead():
     assert replayed.again_share == 0.5
 
 
-def test_overheads_are_in_proportion_to_what_a_launch_takes():
-    found = NATIVE_OVERHEADS.on_a_processor(FITTED_LAUNCH_S / 2)
-    assert found.record_s == NATIVE_OVERHEADS.record_s / 2
-    assert found.again_s == NATIVE_OVERHEADS.again_s / 2
-    assert found.cache_bytes == NATIVE_OVERHEADS.cache_bytes
-    assert NATIVE_OVERHEADS.on_a_processor(FITTED_LAUNCH_S) == NATIVE_OVERHEADS
+@pytest.mark.parametrize("prices", [CPU_OVERHEADS, NATIVE_OVERHEADS])
+def test_what_runs_in_python_is_in_proportion_to_what_a_launch_takes(prices):
+    found = prices.on_a_processor(FITTED_LAUNCH_S / 2)
+    of_replays = 0.5 if prices is CPU_OVERHEADS else 1.0
+    assert found.record_s == prices.record_s * of_replays
+    assert found.again_s == prices.again_s * of_replays
+    assert found.rerun_saved_s == prices.rerun_saved_s / 2
+    assert found.cache_bytes == prices.cache_bytes
+    assert found.again_share == prices.again_share
+    assert prices.on_a_processor(FITTED_LAUNCH_S) == prices
 
 
 def test_the_recorder_in_cpp_takes_less_than_the_one_in_python():

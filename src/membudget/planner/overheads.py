@@ -33,16 +33,19 @@ class Overheads:
     restores it, and gives each saved tensor a handle.
 
     The overheads are fitted to the times of forward and backward passes of the half of
-    the field suite that may be tuned on, plain and under regions, on one AMD EPYC core
-    under Python 3.11, where torch launches an operator in `FITTED_LAUNCH_S`; elsewhere,
-    they are in proportion. Those of replays in C++ were measured on an Intel Xeon,
-    where it takes 1.245 times as long, with the models of `benchmarks/predicted.py`
-    beside. A step that is timed shows by what factor recording, or rerunning, is off
-    for it (`membudget.terms`).
+    the field suite that may be tuned on, plain and under regions, on one core under
+    Python 3.11. What runs in Python was fitted on an AMD EPYC, where torch launches an
+    operator in `FITTED_LAUNCH_S`; elsewhere, it is in proportion. Replays in C++ do not
+    follow that: on another EPYC, launches take 1.8 times as long, and these within a
+    fifth of what they take on an Intel Xeon, where launches take 1.25 times as long.
+    One set of overheads therefore serves all machines, `again_share` between the 0.79
+    of the Xeon and the 0.93 of the second EPYC. A step that is timed shows by what
+    factor recording, or rerunning, is off for it (`membudget.terms`).
     On an accelerator, kernels mostly hide the host's time, so no overhead is counted.
     """
 
     cache_bytes: int = 0
+    replays_in_python: bool = True
     # Of a replay region, in the forward.
     record_region_s: float = 0.0
     record_s: float = 0.0  # Of an operator after whose kernel the cache is warm.
@@ -62,10 +65,11 @@ class Overheads:
 
     def on_a_processor(self, launch_s: float) -> Overheads:
         """Return the overheads where torch launches an operator in `launch_s`."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        names = [f.name for f in fields(self) if f.name.endswith("_s")]
+        if not self.replays_in_python:
+            names = [name for name in names if name.startswith("rerun_")]
         factor = launch_s / FITTED_LAUNCH_S
-        seconds = {n: s * factor for n, s in found.items() if n.endswith("_s")}
-        return replace(self, **seconds)
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     def _record_of_s(self, graph: StepGraph, index: int) -> float:
         """Return the overhead of recording an operator."""
@@ -119,7 +123,7 @@ def writes_apart(graph: StepGraph, index: int) -> bool:
 
 
 FITTED_LAUNCH_S = 5.5e-6
-"""What launching an operator took where the overheads were fitted."""
+"""What launching an operator took where the overheads in Python were fitted."""
 
 NO_OVERHEADS = Overheads()
 CPU_OVERHEADS = Overheads(
@@ -139,14 +143,15 @@ CPU_OVERHEADS = Overheads(
 
 NATIVE_OVERHEADS = Overheads(
     cache_bytes=1 << 19,
-    record_region_s=143e-6,
-    record_s=0.9e-6,
-    record_cold_s=3.5e-6,
-    record_saved_s=3.1e-6,
+    replays_in_python=False,
+    record_region_s=178e-6,
+    record_s=1.1e-6,
+    record_cold_s=4.4e-6,
+    record_saved_s=3.9e-6,
     replay_region_s=50e-6,
     replay_saved_s=3.9e-6,
     again_s=1e-6,
-    again_share=0.79,
+    again_share=0.87,
     rerun_region_s=70e-6,
     rerun_module_s=17.5e-6,
     rerun_nested_s=39e-6,

@@ -10,6 +10,8 @@ from torch.nn import Module
 from membudget.errors import SelectionError
 from membudget.profile.fake import explaining_fakes
 from membudget.profile.step_recorder import StepRecorder
+from membudget.profile.timing import is_grouped
+from membudget.profile.unseen import note_unseen
 from membudget.profile.workspace import allocations, note_workspaces
 from membudget.selection import default_names
 from membudget.sharding import unwrapped_model
@@ -23,6 +25,8 @@ def record_metered(recorder: StepRecorder, step: Step) -> None:
         recorder.around = meter.around
         record(recorder, step, blocks_of(step))
     note_workspaces(recorder, meter.table)
+    if not is_grouped():  # All ranks have one graph, whose storages have numbers.
+        note_unseen(recorder, meter.before)
 
 
 def record(

@@ -64,11 +64,14 @@ class Meter:
 
     Attributes:
         table: What was measured, keyed by op index.
+        before: Live bytes at the start of each operator, of those allocated since the
+            meter began; only on the CPU.
     """
 
     def __init__(self) -> None:
-        """Begin with an empty table."""
+        """Begin with empty tables."""
         self.table: dict[int, int] = {}
+        self.before: dict[int, int] = {}
 
     def around(self, index: int) -> AbstractContextManager[Any]:
         """Return the context in which the operator with this op index is to run."""
@@ -121,6 +124,7 @@ def allocations(device: torch.device) -> Iterator[Meter]:
             first = bisect_left(times, event.start_ns())
             last = bisect_left(times, event.end_ns())
             index = int(event.name().removeprefix(MARK))
+            meter.before[index] = alive[first]
             meter.table[index] = max(alive[first : last + 1]) - alive[first]
 
 

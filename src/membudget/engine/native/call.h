@@ -11,6 +11,9 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/tensor_dtypes.h>
 
+#include <algorithm>
+#include <cstring>
+#include <iterator>
 #include <vector>
 
 #include "box.h"
@@ -71,11 +74,28 @@ inline c10::IValue copied_list(const c10::IValue& list) {
                              : c10::IValue(list.toOptionalTensorList().copy());
 }
 
+// A number that the dispatcher has wrapped, in memory that is not of torch's allocator: nobody
+// holds that of a sum, and a tape would until its backward.
+inline c10::IValue number_apart(const c10::IValue& argument) {
+  if (!argument.isTensor() || !argument.toTensor().defined() ||
+      !argument.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+    return argument;
+  }
+  const at::Tensor& number = argument.toTensor();
+  char* memory = new char[number.itemsize()];
+  std::memcpy(memory, number.const_data_ptr(), number.itemsize());
+  auto free = [](void* data) { delete[] static_cast<char*>(data); };
+  at::Tensor made = at::from_blob(memory, {}, free, number.options());
+  made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
+}
+
 // The arguments of a call without its tensors and what has stand-ins.
 inline std::vector<c10::IValue> without_tensors(
     const c10::Stack& stack, size_t first, const std::vector<Place>& places,
     const std::vector<StandIn>& stand_ins) {
-  std::vector<c10::IValue> kept(stack.begin() + first, stack.end());
+  std::vector<c10::IValue> kept;
+  std::transform(stack.begin() + first, stack.end(), std::back_inserter(kept), number_apart);
   for (const StandIn& stand_in : stand_ins) {
     kept[stand_in.argument] = c10::IValue();
   }
