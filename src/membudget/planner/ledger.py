@@ -90,16 +90,6 @@ class ListingLedger(Ledger):
         self.operator: int | None = None
         self._peak = peak_bytes, peak_moment
 
-    def run_again(self, operator: int, ran: list[int]) -> None:
-        """Note in `replayed` or `reran` that an operator runs again."""
-        ran.append(operator)
-        self.again_s += self.graph.operators[operator].seconds
-
-    def read(self, storages: Iterable[int]) -> None:
-        """Note that a recompute is about to read storages."""
-        if self.before_read is not None:
-            self.before_read(storages)
-
     def allocate(self, storage: int) -> None:
         """Add a storage to the live bytes."""
         super().allocate(storage)

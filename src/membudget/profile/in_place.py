@@ -1,10 +1,12 @@
-"""Move gradients that autograd adds in place to the storages of an unrecorded step.
+"""Give gradients the memory that they have in an unrecorded step.
 
 Without a dispatch mode, autograd works in place in two cases: it adds a gradient to
 another one whose storage nothing else holds, and it writes the gradient of `x[index]`
 into new zeros. Under the recorder's dispatch mode, autograd allocates a new tensor
 instead. The result of an addition or indexed write therefore moves to its first
 operand's storage, if the operand is not a view and dies at the operator.
+
+A gradient that is zero everywhere, as of `sgn`, claims bytes that nobody allocates.
 """
 
 from __future__ import annotations
@@ -14,15 +16,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from membudget.graph import Value
+from membudget.ops import facts_of
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator
 from membudget.profile.step_recorder import StepRecorder
+
+_ZEROS = "aten._efficientzerotensor.default"
+
+
+def without_memory(recorder: StepRecorder) -> None:
+    """Let gradients that are zero everywhere take no bytes."""
+    for operator in recorder.operators:
+        if str(operator.operator) == _ZEROS:
+            for value in operator.outputs:
+                storage = recorder.lifetimes.values[value].storage
+                recorder.lifetimes.storages[storage].bytes = 0
 
 
 def add_in_place(recorder: StepRecorder) -> None:
     """Move accumulated gradients to the storages that an unrecorded step would use."""
     values = recorder.lifetimes.values
     values_on = _by_storage(values)
-    last_sum: dict[int, int] = {}
     for index, operator in enumerate(recorder.operators):
         if operator.phase != "backward" or operator.node is None:
             continue
@@ -34,8 +47,7 @@ def add_in_place(recorder: StepRecorder) -> None:
         if not is_sum and name != "aten.index_put.default":
             continue
         made, older = values[operator.outputs[0]], values[operator.inputs[0]]
-        if _can_take(recorder.lifetimes, older, made, index, last_sum):
-            last_sum[older.storage] = index
+        if _can_take(recorder, older, made, index):
             moved = values_on.pop(made.storage)
             values_on[older.storage] += moved
             _merge(recorder.lifetimes, older.storage, made.storage, moved)
@@ -57,21 +69,27 @@ def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> b
     return nodes[0] != nodes[1] and operator.node in nodes
 
 
-def _can_take(
-    lifetimes: Lifetimes,
-    older: Value,
-    made: Value,
-    moment: int,
-    last_sum: dict[int, int],
-) -> bool:
-    old, new = lifetimes.storages[older.storage], lifetimes.storages[made.storage]
+def _can_take(recorder: StepRecorder, older: Value, made: Value, moment: int) -> bool:
+    """Return whether the storage of an operand takes what an operator makes."""
+    storages = recorder.lifetimes.storages
+    old, new = storages[older.storage], storages[made.storage]
     return (
-        # Not a view: made with its storage, or by the last sum moved there.
-        older.operator in (old.birth, last_sum.get(older.storage))
-        and old.birth >= 0
+        old.birth >= 0
         and old.death == moment + 1
         and new.birth == moment
         and old.bytes == new.bytes
+        and (older.operator == old.birth or _is_written_whole(recorder, older))
+    )
+
+
+def _is_written_whole(recorder: StepRecorder, value: Value) -> bool:
+    """Return whether an operator has written a value to a whole storage in place."""
+    if value.operator < 0:  # No operator has made this alias.
+        return False
+    facts = facts_of(recorder.operators[value.operator].operator)
+    is_view = facts is None or facts.is_view
+    return (
+        not is_view and value.bytes == recorder.lifetimes.storages[value.storage].bytes
     )
 
 

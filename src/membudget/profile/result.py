@@ -16,7 +16,7 @@ from membudget.errors import OptionError
 from membudget.graph import Operator, Saved, StaticBytes, StepGraph, Storage, Value
 from membudget.ops import decides, facts_of
 from membudget.planner.timeline import Timeline, timeline
-from membudget.profile.in_place import add_in_place
+from membudget.profile.in_place import add_in_place, without_memory
 from membudget.profile.kinds import PeakKind, peak_by_kind
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedStorage
 from membudget.profile.step_recorder import StepRecorder
@@ -139,6 +139,7 @@ class Profile:
 
 def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
     """Assemble the recorded step into a graph with the recorded operator times."""
+    without_memory(recorder)
     add_in_place(recorder)
     count = len(recorder.operators)
     values = recorder.lifetimes.values
