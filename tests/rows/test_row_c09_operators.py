@@ -28,10 +28,10 @@ from tests.zoo import CASES, Call, Case
 ONE_OF = 24
 """Every test run takes one in so many operators, by its name alone."""
 
-FEW_BYTES = 64
-"""Scalars of the meter's own run, such as a loss that outlives its step."""
-
-SAVES_GENERATOR_STATES = {"nested_region"}
+OTHER_EACH_STEP = {
+    "nested_region",  # Its region saves the states of generators.
+    "python_random_branch",  # Gradients exist already of layers that were drawn before.
+}
 
 pytestmark = as_they_come
 
@@ -99,9 +99,8 @@ def check_planned(case: Case) -> None:
     model(x).backward()
     model.clear()
     found = mb.profile(model, x)  # Of its second step, which is the model's third.
-    if case.name not in SAVES_GENERATOR_STATES:
-        near = pytest.approx(measured, rel=0.005, abs=FEW_BYTES)
-        assert found.peak_bytes == near, case.name
+    if case.name not in OTHER_EACH_STEP:
+        assert found.peak_bytes == measured, case.name
     planner = planner_of(found)
     for share in (0.9, 0.4):
         budget_bytes = int(share * found.peak_bytes)
