@@ -122,8 +122,10 @@ class Writer {
       Ref memory = memory_of(number, is_view ? Py_None : (PyObject*)value, Py_None);
       memory::root.set(memory, Py_None);
       append(memory::sources, memory, weak(value));
-      at::Tensor alive = living(number);
-      enter_at(alive.defined() ? alive : tensor, value, memory);
+      // What is held is no living tensor: its entry would hold it until the region ends.
+      if (at::Tensor alive = living(number); alive.defined()) {
+        enter_at(alive, value, memory);
+      }
     }
     made_[number] = std::move(value);
   }
