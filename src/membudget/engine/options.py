@@ -67,8 +67,8 @@ class RegionOptions:
             `verify="always"` compares fingerprints in every step, for kernels that are
             not reproducible; each dropped byte is then read two more times. A share
             such as `verify=0.01` compares fingerprints in that share of all calls; of
-            calls that differ in the sizes of tensors alone, otherwise only the 1st,
-            2nd, 4th, 8th, ... size is verified.
+            calls that differ in numbers and the sizes of tensors alone, otherwise only
+            the 1st, 2nd, 4th, 8th, ... is verified.
         offload: Holds the region's inputs in host memory, whichever engine recomputes;
             made by `membudget.offload`. What `keep` keeps stays on the device; to
             offload that as well, see `policies.offloaded`.

@@ -113,6 +113,15 @@ def test_calls_that_may_compute_otherwise_are_verified_apart(case):
     assert of(*one) is of(*one)
 
 
+@pytest.mark.parametrize("numbers", [(3, 4), (0.5, 0.25), (True, False)])
+def test_with_sampling_numbers_but_not_choices_share_what_was_verified(numbers):
+    sampled = RegionOptions(verify=0.01)
+    one, other = (verified(sampled, torch.sin, (X, n), {}) for n in numbers)
+    assert (one is other) == (type(numbers[0]) is not bool)
+    assert one.sampling is not None
+    assert one.sampling.is_due  # As the second size, or the first of its own.
+
+
 def test_keywords_are_told_apart_by_name_and_by_what_they_hold():
     assert of(torch.sum, X, dim=0) is of(torch.sum, X, dim=0)
     assert of(torch.sum, X, dim=0) is not of(torch.sum, X, dim=1)

@@ -155,7 +155,7 @@ inline Ref new_checks(PyObject* recorder, PyObject* options, PyObject* known, Py
   checks::is_strict.set(made, options::strict.of(options));
   checks::verified.set(made, known);
   checks::statistics.set(made, statistics);
-  for (Slot* slot : {&checks::comparison, &checks::originals, &checks::served}) {
+  for (Slot* slot : {&checks::comparison, &checks::originals}) {
     slot->set(made, Py_None);
   }
   if (known != Py_None) {

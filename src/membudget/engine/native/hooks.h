@@ -17,7 +17,7 @@ inline long first_task;  // As `replayer.FIRST_TASK`.
 
 inline Class checks_class;
 namespace checks {
-inline Slot comparison, is_strict, originals, recorder, served, statistics, verified, verify;
+inline Slot comparison, is_strict, originals, recorder, statistics, verified, verify;
 }
 
 inline PyObject *empty_name;

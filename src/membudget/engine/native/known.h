@@ -98,7 +98,8 @@ inline Ref without_sizes(PyObject* key) {
   if (Py_TYPE(key) == &THPSizeType) {
     return number(PyTuple_GET_SIZE(key));
   }
-  return Ref::to(PyLong_CheckExact(key) ? (PyObject*)&PyLong_Type : key);
+  bool is_number = PyLong_CheckExact(key) || PyFloat_CheckExact(key);
+  return Ref::to(is_number ? (PyObject*)Py_TYPE(key) : key);
 }
 
 // The keys of a function and its arguments.

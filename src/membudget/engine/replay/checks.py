@@ -26,7 +26,7 @@ from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.engine.replay.verified import Verified
-from membudget.engine.replay.verify import Originals
+from membudget.engine.replay.verify import Originals, is_repeated
 from membudget.errors import OverwrittenWarning
 from membudget.state.bits import (
     Fingerprint,
@@ -43,7 +43,7 @@ class Checks:
     """Verification and change detection for one call of a replay region."""
 
     __slots__ = (
-        *("_comparison", "_is_strict", "_originals", "_served", "_statistics"),
+        *("_comparison", "_is_strict", "_originals", "_statistics"),
         *("verified", "_verify", "recorder"),
     )
 
@@ -61,7 +61,6 @@ class Checks:
         self.verified = verified
         self._statistics = statistics
         self._originals: Originals | None = None
-        self._served: Originals | None = None
         self._comparison: BackwardComparison | None = None
         if verified is not None:
             self._begin(recorder, verified)
@@ -108,7 +107,7 @@ class Checks:
     def _before_write(self, address: int) -> None:
         """Copy or fingerprint saved tensors before their storage is overwritten."""
         assert self.recorder is not None
-        for noted in (self._originals, self._served, self.recorder.fingerprinter):
+        for noted in (self._originals, self.recorder.fingerprinter):
             if noted is not None:
                 noted.before_write(address)
 
@@ -151,20 +150,36 @@ class Checks:
         elif recorder.fingerprinter is not None:
             recorder.fingerprinter.add(handle, tensor)
 
-    def original(self, recorder: Recorder, handle: ReplayHandle) -> Tensor | None:
-        """Return the original tensor of a handle, if it is still in memory.
+    def inside(
+        self,
+        recorder: Recorder,
+        handle: ReplayHandle,
+        replayer: Replayer,
+        take: Callable[[], Tensor],
+    ) -> Tensor:
+        """Return what a backward pass inside the forward asks for.
 
-        A backward pass inside the forward uses original tensors, because a replay that
-        is not verified yet might miss hidden writes.
+        That is the original tensor while verification holds it, because a replay that
+        is not verified yet might miss hidden writes. Nothing compares a fingerprinted
+        one later, when its graph may be gone: its replay is compared at once.
         """
-        if self._originals is not None:
-            return self._originals.of(handle)
         fingerprinter = recorder.fingerprinter
-        tensor = None if fingerprinter is None else fingerprinter.of(handle)
-        if tensor is not None:
-            self._served = self._served or Originals()
-            self._served.add(handle, tensor)
-        return tensor
+        if self._originals is not None:
+            original = self._originals.of(handle)
+            return take() if original is None else original
+        original = None if fingerprinter is None else fingerprinter.of(handle)
+        if original is None:
+            tensor = take()
+            if handle.fingerprint is not None and self.verified is not None:
+                comparison = BackwardComparison(self.verified, ())
+                comparison.check(handle, tensor, replayer)
+            return tensor
+        if self.verified is not None:
+            tracker, known = recorder.recording.tracker, self.verified.unrepeatable
+            if not is_repeated(handle.value, original, take, tracker, known):
+                replayer.release()
+                self._count_unrepeatable(self.verified)
+        return original
 
     # Recomputed tensors.
 
@@ -184,11 +199,6 @@ class Checks:
         path = recording.path or tuple(recording.taken or ())
         ran = path[: recording.number]
         originals, self._originals = self._originals, None
-        served, self._served = self._served, None
-        if served is not None:
-            # Nothing would compare these later: a backward may not ask for them again.
-            served.compare(replayer, recording.tracker, verified.unrepeatable)
-            self._count_unrepeatable(verified)
         if originals is not None:
             originals.compare(replayer, recording.tracker, verified.unrepeatable)
             self._count_unrepeatable(verified)
@@ -206,13 +216,6 @@ class Checks:
         if originals is not None:
             return content_of
         return sample_of if verified.is_sampled else None
-
-    def check_inside(
-        self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer
-    ) -> None:
-        """Check a tensor unpacked by a backward pass that runs inside the forward."""
-        if handle.fingerprint is not None and self.verified is not None:
-            BackwardComparison(self.verified, ()).check(handle, tensor, replayer)
 
     def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
         """Compare a recomputed tensor with its fingerprint from the forward."""

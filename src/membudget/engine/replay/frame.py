@@ -7,6 +7,7 @@ and the recorder is discarded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -220,11 +221,9 @@ class ReplayFrame:
                 raise inexact_inside_error()
             with recorder.suspended():
                 recorder.settle()
-                original = self._checks.original(recorder, handle)
                 # An open group belongs to a backward in which this forward is rerun.
-                tensor = self._take(handle, False) if original is None else original
-                if original is None:
-                    self._checks.check_inside(handle, tensor, self._replayer)
+                take = functools.partial(self._take, handle, False)
+                tensor = self._checks.inside(recorder, handle, self._replayer, take)
                 recorder.recording.tracker.know(tensor, handle.value)
             return tensor
 

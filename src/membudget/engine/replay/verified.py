@@ -149,13 +149,13 @@ def verified(
 
 
 def _without_sizes(key: Any) -> Any:
-    """Return a key with ranks for shapes, and without the values of integers."""
+    """Return a key with ranks for shapes, and without the values of numbers."""
     kind = type(key)
     if kind is tuple:
         return tuple(map(_without_sizes, key))
     if kind is torch.Size:
         return len(key)
-    return int if kind is int else key
+    return kind if kind in (int, float) else key
 
 
 def key_of(value: Any, depth: int) -> Any:

@@ -14,6 +14,7 @@ needs less memory: it compares fingerprints in the backward pass.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from membudget.engine.replay.execute import SourceFreedError, is_freed_parameter
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.engine.replay.verified import OutputIndices
-from membudget.errors import UnrepeatableWarning
+from membudget.errors import CheckpointError, UnrepeatableWarning
 from membudget.state.bits import PLAIN_CLASSES, same_bits
 from membudget.state.copies import alias, copy_of
 from membudget.state.identity import address_of
@@ -105,14 +106,50 @@ class Originals:
             except SourceFreedError:
                 replayer.release()
                 continue
-            if same_bits(original, replayed):
-                continue
-            warnings.warn(
-                keep_from_now_on(value, unrepeatable), UnrepeatableWarning, stacklevel=2
-            )
-            value.hold(original)
-            tracker.note_source(value)
-            replayer.release()
+            if _kept_if_other(value, original, replayed, tracker, unrepeatable):
+                replayer.release()
+
+
+def is_repeated(
+    value: TapeValue,
+    original: Tensor,
+    take: Callable[[], Tensor],
+    tracker: Tracker,
+    unrepeatable: OutputIndices,
+) -> bool:
+    """Replay one value at once; keep its original if that differs.
+
+    Warns:
+        UnrepeatableWarning: The replayed tensor differs from its original.
+    """
+    if not is_recomputed(value):
+        return True
+    original = alias(original)
+    with without_dispatch_modes():
+        try:
+            replayed = take()
+        except CheckpointError:  # What it reads has changed, or is freed.
+            return True
+        except Exception:  # An operator that cannot run again.
+            replayed = None
+        return not _kept_if_other(value, original, replayed, tracker, unrepeatable)
+
+
+def _kept_if_other(
+    value: TapeValue,
+    original: Tensor,
+    replayed: Tensor | None,
+    tracker: Tracker,
+    unrepeatable: OutputIndices,
+) -> bool:
+    if same_bits(original, replayed):
+        return False
+    warnings.warn(
+        keep_from_now_on(value, unrepeatable), UnrepeatableWarning, stacklevel=2
+    )
+    value.hold(original)
+    tracker.note_source(value)
+    return True
 
 
 def is_recomputed(value: TapeValue) -> bool:
