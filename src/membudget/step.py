@@ -23,6 +23,7 @@ from membudget.rehearsal import Rehearsal
 from membudget.sharding import not_a_module
 from membudget.state.autocast import clear_casts, outside_autocast
 from membudget.state.identity import is_leaf
+from membudget.state.optimizers import optimizers_kept
 from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
@@ -217,6 +218,8 @@ class CallableStep(Step):
 def state_kept(step: Step, has_values: bool) -> Iterator[State]:
     """Restore the step's state on exit; inside, runs begin with one state of the batch.
 
+    The state of optimizers that step in it is restored, too.
+
     With `has_values`, `step.prepare()` restores the batch and the random number
     generators as they are now, so that each run of the step draws the same numbers. It
     leaves the model as the last run did: what the first run made, such as tables of
@@ -230,7 +233,7 @@ def state_kept(step: Step, has_values: bool) -> Iterator[State]:
     try:
         whole.restore()
         step.start = batch if has_values else None
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), optimizers_kept():
             yield whole
     except BaseException as error:
         let_go(error)
