@@ -49,9 +49,11 @@ def test_fit_of_a_step_that_trains_changes_nothing(kind, has_stepped):
         for pair in pairs:
             trained(*pair, x)
 
+    kept = [id(t) for s in pairs[1][1].state.values() for t in s.values()]
     fitted = mb.fit(lambda: trained(*pairs[1], x), modules=model, budget="80%")
 
     assert fitted.plan.regions
+    assert kept == [id(t) for s in pairs[1][1].state.values() for t in s.values()]
     assert all(map(torch.equal, after(*pairs[0], x), after(*pairs[1], x)))
 
 
