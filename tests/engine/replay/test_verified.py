@@ -122,6 +122,15 @@ def test_with_sampling_numbers_but_not_choices_share_what_was_verified(numbers):
     assert one.sampling.is_due  # As the second size, or the first of its own.
 
 
+@pytest.mark.parametrize("kind", [int, float])
+def test_numbers_that_differ_in_each_call_share_what_was_verified_in_the_end(kind):
+    found = [of(torch.sin, X, kind(n)) for n in range(40)]
+    assert len(set(map(id, found))) == records._MOST_NUMBERS == len(records.VERIFIED)
+    assert found[20] is found[-1]
+    assert of(torch.sin, X, kind(3)) is found[3]
+    assert of(torch.sin, X[:1], kind(3)) not in found
+
+
 def test_keywords_are_told_apart_by_name_and_by_what_they_hold():
     assert of(torch.sum, X, dim=0) is of(torch.sum, X, dim=0)
     assert of(torch.sum, X, dim=0) is not of(torch.sum, X, dim=1)

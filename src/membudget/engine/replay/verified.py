@@ -33,6 +33,7 @@ MAX_DEPTH = 4
 # Bounds of the caches; the oldest entry is dropped first.
 _MOST_KEYS = 4096
 _MOST_PATHS = 64
+_MOST_NUMBERS = 16  # Signatures that differ in numbers alone, before others share one.
 _ALIKE = 4  # Operators after which two sequences are taken to go on alike.
 
 
@@ -116,6 +117,7 @@ class Verified:
 
 
 VERIFIED: dict[RecordingKey, Verified] = {}
+_NUMBERED: dict[RecordingKey, list[RecordingKey]] = {}  # By keys without numbers.
 
 
 def verified(
@@ -127,6 +129,7 @@ def verified(
     """Return the verification results for a call's signature, and count the call.
 
     If a share of calls is sampled, sizes of tensors and numbers are not part of it.
+    Else, a call with new numbers in each step is taken to be known after some of them.
     """
     called = (
         key_of(function, 0),
@@ -138,24 +141,43 @@ def verified(
     key = options.policy.key, share, autocast_state(), alike
     found = VERIFIED.get(key)
     if found is None:
-        found = VERIFIED[key] = Verified(share)
-        found.live_with(_modules_in(called), key)
-        if len(VERIFIED) > _MOST_KEYS:
-            del VERIFIED[next(iter(VERIFIED))]
+        found = _new(key, share, _modules_in(called))
     found.count()
     if found.sampling is not None:
         found.sampling.count(called)
     return found
 
 
-def _without_sizes(key: Any) -> Any:
-    """Return a key with ranks for shapes, and without the values of numbers."""
+def _new(key: RecordingKey, share: float | None, modules: list[Any]) -> Verified:
+    """Return a new record; a known one if many differ from it in numbers alone."""
+    *context, called = key
+    numberless = *context, _without_numbers(called)
+    alike = [k for k in _NUMBERED.pop(numberless, ()) if k in VERIFIED]
+    _NUMBERED[numberless] = alike
+    if len(alike) == _MOST_NUMBERS:
+        return VERIFIED[alike[-1]]
+    alike.append(key)
+    made = VERIFIED[key] = Verified(share)
+    made.live_with(modules, key)
+    for known in (VERIFIED, _NUMBERED):
+        if len(known) > _MOST_KEYS:
+            del known[next(iter(known))]
+    return made
+
+
+def _without_numbers(key: Any) -> Any:
+    """Return a key without the values of numbers."""
     kind = type(key)
     if kind is tuple:
-        return tuple(map(_without_sizes, key))
-    if kind is torch.Size:
-        return len(key)
+        return tuple(map(_without_numbers, key))
     return kind if kind in (int, float) else key
+
+
+def _without_sizes(key: Any) -> Any:
+    """Return a key with ranks for shapes, and without the values of numbers."""
+    if type(key) is tuple:
+        return tuple(map(_without_sizes, key))
+    return len(key) if type(key) is torch.Size else _without_numbers(key)
 
 
 def key_of(value: Any, depth: int) -> Any:
