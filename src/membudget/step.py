@@ -233,7 +233,7 @@ def state_kept(step: Step, has_values: bool) -> Iterator[State]:
     try:
         whole.restore()
         step.start = batch if has_values else None
-        with torch.inference_mode(False), torch.enable_grad(), optimizers_kept():
+        with torch.inference_mode(False), torch.enable_grad(), optimizers_kept(whole):
             yield whole
     except BaseException as error:
         let_go(error)

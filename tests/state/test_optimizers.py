@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import membudget as mb
 from membudget.state.optimizers import optimizers_kept
+from membudget.state.snapshot import State
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -63,7 +64,7 @@ def test_options_that_a_step_changes_are_restored_also_after_an_error():
     optimizer = SGD([weight], lr=0.1, momentum=0.9)
 
     def step() -> None:
-        with optimizers_kept():
+        with optimizers_kept(State([])):
             optimizer.step()
             optimizer.param_groups[0]["lr"] = 5.0
             raise ZeroDivisionError("of the step")
