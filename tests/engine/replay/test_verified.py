@@ -122,6 +122,13 @@ def test_with_sampling_numbers_but_not_choices_share_what_was_verified(numbers):
     assert one.sampling.is_due  # As the second size, or the first of its own.
 
 
+def test_with_sampling_each_rank_is_verified_apart():
+    sampled = RegionOptions(verify=0.01)
+    shapes = [(1,) * rank for rank in range(2 * records._MOST_NUMBERS)]
+    found = [verified(sampled, torch.sin, (torch.ones(s),), {}) for s in shapes]
+    assert len(set(map(id, found))) == len(shapes)
+
+
 @pytest.mark.parametrize("kind", [int, float])
 def test_numbers_that_differ_in_each_call_share_what_was_verified_in_the_end(kind):
     found = [of(torch.sin, X, kind(n)) for n in range(40)]

@@ -74,11 +74,15 @@ inline c10::IValue copied_list(const c10::IValue& list) {
                              : c10::IValue(list.toOptionalTensorList().copy());
 }
 
+// Python sees a number where the dispatcher sees a tensor that wraps one.
+inline bool is_tensor(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
 // A number that the dispatcher has wrapped, in memory that is not of torch's allocator: nobody
 // holds that of a sum, and a tape would until its backward.
 inline c10::IValue number_apart(const c10::IValue& argument) {
-  if (!argument.isTensor() || !argument.toTensor().defined() ||
-      !argument.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+  if (!argument.isTensor() || !argument.toTensor().defined() || is_tensor(argument.toTensor())) {
     return argument;
   }
   const at::Tensor& number = argument.toTensor();

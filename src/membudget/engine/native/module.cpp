@@ -122,7 +122,8 @@ void bind_replay(const Names& names) {
       names("Checks"),
       {{"_comparison", &checks::comparison}, {"_is_strict", &checks::is_strict},
        {"_originals", &checks::originals}, {"recorder", &checks::recorder},
-       {"_statistics", &checks::statistics}, {"verified", &checks::verified}, {"_verify", &checks::verify}});
+       {"_statistics", &checks::statistics}, {"verified", &checks::verified},
+       {"_verify", &checks::verify}});
   copy_of = names("copy_of");
   end_trip = names("end_trip");
   realign_in_python = names("realign");

@@ -41,11 +41,6 @@ struct Observed {
   bool reads_device = false;
 };
 
-// Python sees a number where the dispatcher sees a tensor that wraps one.
-inline bool is_tensor(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number();
-}
-
 // Calls `visit(tensor, place)` for the tensors among a call's arguments, in order.
 template <typename Visit>
 void for_each_tensor(

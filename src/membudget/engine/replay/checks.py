@@ -26,7 +26,7 @@ from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.engine.replay.verified import Verified
-from membudget.engine.replay.verify import Originals, is_repeated
+from membudget.engine.replay.verify import Originals, keep_if_other
 from membudget.errors import OverwrittenWarning
 from membudget.state.bits import (
     Fingerprint,
@@ -163,22 +163,18 @@ class Checks:
         is not verified yet might miss hidden writes. Nothing compares a fingerprinted
         one later, when its graph may be gone: its replay is compared at once.
         """
-        fingerprinter = recorder.fingerprinter
-        if self._originals is not None:
-            original = self._originals.of(handle)
-            return take() if original is None else original
-        original = None if fingerprinter is None else fingerprinter.of(handle)
+        verified, originals = self.verified, self._originals or recorder.fingerprinter
+        original = None if originals is None else originals.of(handle)
         if original is None:
             tensor = take()
-            if handle.fingerprint is not None and self.verified is not None:
-                comparison = BackwardComparison(self.verified, ())
-                comparison.check(handle, tensor, replayer)
+            if handle.fingerprint is not None and verified is not None:
+                BackwardComparison(verified, ()).check(handle, tensor, replayer)
             return tensor
-        if self.verified is not None:
-            tracker, known = recorder.recording.tracker, self.verified.unrepeatable
-            if not is_repeated(handle.value, original, take, tracker, known):
+        if self._originals is None and verified is not None:
+            tracker, unrepeatable = recorder.recording.tracker, verified.unrepeatable
+            if keep_if_other(handle.value, original, take, tracker, unrepeatable):
                 replayer.release()
-                self._count_unrepeatable(self.verified)
+                self._count_unrepeatable(verified)
         return original
 
     # Recomputed tensors.

@@ -140,29 +140,29 @@ def verified(
     alike = called if share is None else _without_sizes(called)
     key = options.policy.key, share, autocast_state(), alike
     found = VERIFIED.get(key)
+    if found is None and share is None:
+        found = _alike_but_for_numbers(key)
     if found is None:
-        found = _new(key, share, _modules_in(called))
+        found = VERIFIED[key] = Verified(share)
+        found.live_with(_modules_in(called), key)
+        if len(VERIFIED) > _MOST_KEYS:
+            del VERIFIED[next(iter(VERIFIED))]
     found.count()
     if found.sampling is not None:
         found.sampling.count(called)
     return found
 
 
-def _new(key: RecordingKey, share: float | None, modules: list[Any]) -> Verified:
-    """Return a new record; a known one if many differ from it in numbers alone."""
+def _alike_but_for_numbers(key: RecordingKey) -> Verified | None:
+    """Return a record for a new signature, if many differ from it in numbers alone."""
     *context, called = key
     numberless = *context, _without_numbers(called)
     alike = [k for k in _NUMBERED.pop(numberless, ()) if k in VERIFIED]
-    _NUMBERED[numberless] = alike
-    if len(alike) == _MOST_NUMBERS:
-        return VERIFIED[alike[-1]]
-    alike.append(key)
-    made = VERIFIED[key] = Verified(share)
-    made.live_with(modules, key)
-    for known in (VERIFIED, _NUMBERED):
-        if len(known) > _MOST_KEYS:
-            del known[next(iter(known))]
-    return made
+    found = VERIFIED[alike[-1]] if len(alike) == _MOST_NUMBERS else None
+    _NUMBERED[numberless] = alike if found else [*alike, key]
+    if len(_NUMBERED) > _MOST_KEYS:
+        del _NUMBERED[next(iter(_NUMBERED))]
+    return found
 
 
 def _without_numbers(key: Any) -> Any:

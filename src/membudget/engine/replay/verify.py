@@ -14,8 +14,8 @@ needs less memory: it compares fingerprints in the backward pass.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -25,7 +25,11 @@ from membudget.engine.replay.execute import SourceFreedError, is_freed_parameter
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.engine.replay.verified import OutputIndices
-from membudget.errors import CheckpointError, UnrepeatableWarning
+from membudget.errors import (
+    ChangedSinceForwardError,
+    CheckpointError,
+    UnrepeatableWarning,
+)
 from membudget.state.bits import PLAIN_CLASSES, same_bits
 from membudget.state.copies import alias, copy_of
 from membudget.state.identity import address_of
@@ -75,10 +79,7 @@ class Originals:
             UnrepeatableWarning: A replayed tensor differs from its original.
         """
         dropped = [p for p in self._pairs if p[0].value.operation is not None]
-        # The user's modes must not see the comparison, but fake tensors need their
-        # mode.
-        plain = all(type(t) in PLAIN_CLASSES for _, t in dropped)
-        with without_dispatch_modes() if plain else nullcontext():
+        with _unseen_by_modes(tensor for _, tensor in dropped):
             self._compare(dropped, replayer, tracker, unrepeatable)
         replayer.release()
         self._pairs.clear()
@@ -110,29 +111,38 @@ class Originals:
                 replayer.release()
 
 
-def is_repeated(
+def keep_if_other(
     value: TapeValue,
     original: Tensor,
     take: Callable[[], Tensor],
     tracker: Tracker,
     unrepeatable: OutputIndices,
 ) -> bool:
-    """Replay one value at once; keep its original if that differs.
+    """Replay one value at once; keep its original, and return `True`, if they differ.
 
     Warns:
         UnrepeatableWarning: The replayed tensor differs from its original.
     """
     if not is_recomputed(value):
-        return True
-    original = alias(original)
-    with without_dispatch_modes():
+        return False
+    with _unseen_by_modes([original]):
+        replayed: Tensor | None = None
         try:
             replayed = take()
-        except CheckpointError:  # What it reads has changed, or is freed.
-            return True
+        except ChangedSinceForwardError:
+            pass  # What it reads is another: the value does not come back.
+        except CheckpointError:  # FSDP has freed a parameter that it reads.
+            return False
         except Exception:  # An operator that cannot run again.
-            replayed = None
-        return not _kept_if_other(value, original, replayed, tracker, unrepeatable)
+            pass
+        original = alias(original)
+        return _kept_if_other(value, original, replayed, tracker, unrepeatable)
+
+
+def _unseen_by_modes(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Hide a comparison from the user's modes; fake tensors need theirs."""
+    plain = all(type(tensor) in PLAIN_CLASSES for tensor in tensors)
+    return without_dispatch_modes() if plain else nullcontext()
 
 
 def _kept_if_other(
