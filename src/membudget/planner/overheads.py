@@ -36,11 +36,11 @@ class Overheads:
     the field suite that may be tuned on, plain and under regions, on one core under
     Python 3.11. What runs in Python was fitted on an AMD EPYC, where torch launches an
     operator in `FITTED_LAUNCH_S`; elsewhere, it is in proportion. Replays in C++ do not
-    follow that: on another EPYC, launches take 1.8 times as long, and these within a
-    fifth of what they take on an Intel Xeon, where launches take 1.25 times as long.
-    One set of overheads therefore serves all machines, `again_share` between the 0.79
-    of the Xeon and the 0.93 of the second EPYC. A step that is timed shows by what
-    factor recording, or rerunning, is off for it (`membudget.terms`).
+    follow that: on another EPYC, launches take 1.8 times as long, and recording 1.4
+    times; on an Intel Xeon, both take 1.25 times as long. So one set of overheads that
+    lies between those two machines serves all; `again_share` is 0.79 on the Xeon and
+    0.93 on the second EPYC. A step that is timed shows by what factor recording, or
+    rerunning, is off for it (`membudget.terms`).
     On an accelerator, kernels mostly hide the host's time, so no overhead is counted.
     """
 
