@@ -5,10 +5,12 @@
 
 Rules:
     1. What is saved is a storage. All views of one share a copy, unless it may have
-       been written to in between. It is copied when the operator that saves it has run:
-       some, as `rrelu`, write to what they saved.
-    2. A storage that lives anyway is not copied back, and in later steps not out. So is
-       one that was written to silently between two saves.
+       been written to in between. It is copied when the operator that saves it has run
+       (some, as `rrelu`, write to what they saved), for the last time in the step
+       before: no version tells of writes through `.data` between two saves. Whoever
+       saves it again keeps it alive until then. What is saved after it was copied is
+       compared with its copy.
+    2. A storage that lives anyway is not copied back, and in later steps not out.
     3. Bytes of storages that are on their way out, were loaded, or are kept because
        they are asked for first, are at most `window_bytes`. What is asked for and not
        there is loaded beyond that.
@@ -87,12 +89,9 @@ class Lane:
         """
         with self._lock:
             if self._unsent.is_of_another(node := node_sequence_number()):
-                self._tidy()
+                self._tidy(awaited=True)
                 self._unsent.begin(node)
-            view, is_new = self._viewed(tensor)
-            if is_new:
-                self._unsent.add(view.entry)
-            return view
+            return self._viewed(tensor)
 
     def hold(self, tensor: Tensor) -> View:
         """Return what stands for a tensor that is complete, and begin to copy it.
@@ -102,24 +101,23 @@ class Lane:
         """
         with self._lock:
             self._follow_up()
-            view, is_new = self._viewed(tensor)
+            view = self._viewed(tensor)
             view.is_checked = False
-            if is_new and view.entry.source is not None:
+            if self._unsent.take(view.entry) and view.entry.source is not None:
                 self._send(view.entry, view.entry.source)
             return view
 
-    def _viewed(self, tensor: Tensor) -> tuple[View, bool]:
-        """Return a view of a tensor's storage, and whether that is to be copied."""
+    def _viewed(self, tensor: Tensor) -> View:
         address, storage = address_of(tensor), tensor.untyped_storage()
-        entry, is_new = self._by_address.get(address), False
+        entry = self._by_address.get(address)
         is_known = entry is not None and entry.original() is storage
         if entry is None or not is_known or not entry.has_now(tensor):
-            entry, is_new = self._new_entry(tensor)
-            self._by_address[address] = entry
-        elif self._was_written(entry, storage):
-            entry.source, entry.stays = storage, True
-            self._steps.note_filled(entry)
-        return View(tensor, entry, self._drop), is_new
+            entry = self._by_address[address] = self._new_entry(tensor)
+        else:
+            self._steps.save_again(entry)
+            if self._was_written(entry, storage):
+                entry.source, entry.stays = storage, True
+        return View(tensor, entry, self._drop)
 
     def ask(self, view: View) -> Tensor:
         """Return the tensor of a view, for the stream that is current.
@@ -160,9 +158,9 @@ class Lane:
         with self._lock:
             self._tidy()
 
-    def _tidy(self) -> None:
+    def _tidy(self, awaited: bool = False) -> None:
         self._follow_up()
-        for entry in self._unsent.taken():
+        for entry in self._unsent.taken(awaited):
             assert entry.source is not None
             self._send(entry, entry.source)
         self._release()
@@ -201,29 +199,29 @@ class Lane:
                 self._finish(entry)
 
     def _was_written(self, entry: SavedStorage, storage: UntypedStorage) -> bool:
-        """Return whether a storage is not what was copied, in a step that is unknown.
+        """Return whether a storage is not what was copied: the step is an unknown one.
 
         A write through `.data` raises no version: torchdiffeq's solvers fill a storage
         so, and save it in between. The plain step reads what is there at last.
         """
-        if not entry.was_copied or self._steps.is_known:
+        if not entry.was_copied:
             return False
         return not torch.equal(bytes_of(storage).cpu(), self._spill.content(entry))
 
     # Out.
 
-    def _new_entry(self, tensor: Tensor) -> tuple[SavedStorage, bool]:
-        """Return what stands for a storage, and whether that is to be copied."""
+    def _new_entry(self, tensor: Tensor) -> SavedStorage:
         entry = SavedStorage(tensor, tensor.untyped_storage())
         entry.saved_on = self._link.now()
         fate = self._steps.enter(entry, is_alone=not self._live)
         self._live += 1
         if fate == "unknown":
-            return entry, True
+            self._unsent.add(entry)
+            return entry
         self._note(fate, entry)
         if fate == "first":
             self.window.count(entry)
-        return entry, False
+        return entry
 
     def _send(self, entry: SavedStorage, source: UntypedStorage) -> None:
         entry.block = self._spill.room(entry.size, self._steps.saved())

@@ -19,15 +19,15 @@ class Recorded:
 
     Attributes:
         sizes: Bytes of each storage, by number.
+        saves: How often each was saved, by number.
         asked: Numbers, in the order in which they were first asked for.
         living: Numbers of storages that somebody else keeps alive.
-        filled: Numbers of storages that were written to silently after the first save.
     """
 
     sizes: list[int] = field(default_factory=list)
+    saves: list[int] = field(default_factory=list)
     asked: dict[int, None] = field(default_factory=dict)  # An ordered set.
     living: set[int] = field(default_factory=set)
-    filled: set[int] = field(default_factory=set)
 
     def first(self, limit_bytes: int) -> set[int]:
         """Return the numbers that are asked for first, up to a number of bytes."""
@@ -76,6 +76,7 @@ class Order:
         """Note a storage that is saved; return its number."""
         number = len(self.now.sizes)
         self.now.sizes.append(size)
+        self.now.saves.append(1)
         if self.expected is not None:
             expected = self.expected.sizes
             if number >= len(expected) or expected[number] != size:

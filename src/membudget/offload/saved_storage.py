@@ -38,13 +38,14 @@ class SavedStorage:
         loaded_on: The stream that what was copied back is allocated for.
         views: How many views of it autograd holds.
         unasked: How many of these were not asked for yet.
+        awaited: How often this step is expected to save it again.
         is_counted: Whether it takes a part of the window.
         stays: Whether `source` is kept after the copy.
     """
 
     __slots__ = (
-        *("__weakref__", "_first", "_handed", "_version", "arrived", "block"),
-        "extent",
+        *("__weakref__", "_first", "_handed", "_version", "arrived", "awaited"),
+        *("block", "extent"),
         *("copied", "is_counted", "loaded", "loaded_on", "number", "original"),
         *("saved_on", "size", "source", "stays", "unasked", "views"),
     )
@@ -64,7 +65,7 @@ class SavedStorage:
         self.arrived: Any = None
         self.saved_on: Any = None
         self.loaded_on: Any = None
-        self.views = self.unasked = 0
+        self.views = self.unasked = self.awaited = 0
         self.is_counted = self.stays = False
         self._handed: Callable[[], UntypedStorage | None] = _no_storage
 

@@ -33,11 +33,6 @@ class Steps:
         self._order = Order(first_bytes)
         self._by_number: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
 
-    @property
-    def is_known(self) -> bool:
-        """Whether this step has begun as an earlier one."""
-        return self._order.expected is not None
-
     def enter(self, entry: SavedStorage, is_alone: bool) -> Fate:
         """Number a storage; return its fate.
 
@@ -51,9 +46,7 @@ class Steps:
         entry.number = order.save(entry.size)
         self._by_number[entry.number] = entry
         if order.expected is not None:
-            if entry.number in order.expected.filled:
-                order.now.filled.add(entry.number)
-                return "living"
+            entry.awaited = order.expected.saves[entry.number] - 1
             if entry.number in order.expected.living:
                 return "living"
         return "first" if entry.number in order.kept else "unknown"
@@ -65,10 +58,11 @@ class Steps:
             if entry.lives_anyway():
                 self._order.now.living.add(entry.number)
 
-    def note_filled(self, entry: SavedStorage) -> None:
-        """Note that a storage was written to silently after the first save."""
+    def save_again(self, entry: SavedStorage) -> None:
+        """Note that a storage is saved once more."""
+        entry.awaited -= 1
         if self._by_number.get(entry.number) is entry:
-            self._order.now.filled.add(entry.number)
+            self._order.now.saves[entry.number] += 1
 
     def saved(self) -> Iterator[SavedStorage]:
         """Yield the storages of this step, in the order of saving."""

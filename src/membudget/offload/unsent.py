@@ -34,8 +34,22 @@ class Unsent:
         """Add what the operator of this thread saves."""
         self._of_thread[get_ident()].entries.append(entry)
 
-    def taken(self) -> list[SavedStorage]:
-        """Return what this thread has saved and somebody still needs, and forget it."""
-        found = self._of_thread.pop(get_ident(), None)
-        entries = found.entries if found else []
-        return [e for e in entries if e.views and e.source is not None]
+    def take(self, entry: SavedStorage) -> bool:
+        """Forget a storage; return whether it is to be copied now."""
+        entries = self._of_thread[get_ident()].entries
+        if entry.awaited > 0 or entry not in entries:
+            return False
+        entries.remove(entry)
+        return True
+
+    def taken(self, awaited: bool) -> list[SavedStorage]:
+        """Return what this thread has saved and somebody still needs, and forget it.
+
+        What the step is expected to save again is left, if that is still `awaited`.
+        """
+        found = self._of_thread.pop(get_ident(), _OfThread())
+        needed = [e for e in found.entries if e.views and e.source is not None]
+        left = [e for e in needed if e.awaited > 0] if awaited else []
+        if left:
+            self._of_thread[get_ident()].entries = left
+        return [e for e in needed if e not in left]
