@@ -21,6 +21,7 @@ import torch
 
 from membudget.engine import isolation, native
 from membudget.engine.calls import forget_calls
+from membudget.engine.replay.extension import EXTENSION
 from tests import devices, seconds, shares
 from tests.faults.ranks import WORLD_SIZE, RunWanted, run_ranks
 
@@ -171,6 +172,13 @@ def small_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_in_python() -> Iterator[None]:
+    """Fail the file that lets C++ serve, for good, where Python is to be tested."""
+    yield
+    assert native.is_wanted() or not EXTENSION
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from membudget import offload, policies
 from membudget._torch import top_saved_tensors_hooks
+from membudget.engine import native
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay import accelerated, verified
 from membudget.engine.replay.extension import EXTENSION
@@ -26,8 +27,11 @@ from tests.devices import is_cpu
 
 @pytest.fixture(autouse=True)
 def extension() -> None:
-    """Skip these tests where there is no extension, or a device that Python asks."""
-    if not is_cpu() or not accelerated.serve():
+    """Skip these tests where there is no extension, or a device that Python asks.
+
+    `serve` lasts for the process: where Python is tested, it would end that.
+    """
+    if not (is_cpu() and native.is_wanted() and accelerated.serve()):
         pytest.skip("the extension has not been built, or serves a device")
 
 
