@@ -225,16 +225,31 @@ def test_a_block_of_which_something_is_asked_twice_or_early_shares_nothing(
     assert [choice.start for choice in simulated] == [0, 2, 4]
 
 
-def test_a_block_that_overwrites_what_it_has_read_shares_nothing(simulated):
+def overwriting(change: str) -> StepGraph:
+    """Return three blocks that overwrite what they read; the second may be another."""
     draft = Draft()
     value = draft.outside()
-    for _ in range(2):
-        (a,) = draft.run(value, makes=[3])
-        (value,) = draft.run(a, makes=[2])
+    for block in range(3):
+        is_other = block == 1
+        state = draft.outside(2 + (is_other and change == "bytes of the state"))
+        weight = draft.outside(2, "parameter")
+        (a,) = draft.run(value, makes=[4])
+        one, two = draft.run(writes=[a, a], is_view=True)
+        (value,) = draft.run(one, state, makes=[2])
         draft.save(value)
-        draft.run(writes=[a])
-    graph = draft.finish()
+        draft.run(writes=[one if is_other and change == "part" else two])
+        draft.run(writes=[weight if is_other and change == "memory" else state])
+        draft.save(state)
+    return draft.finish()
+
+
+@pytest.mark.parametrize("change", ["", "part", "memory", "bytes of the state"])
+def test_blocks_that_overwrite_alike_what_they_have_read_are_simulated_once(
+    change, simulated
+):
+    graph = overwriting(change)
     known = KnownBlocks(graph)
-    for start in (0, 3):
-        known.timeline(Choice(start, start + 3))
-    assert len(simulated) == 2
+    for start in (0, 5):
+        for kept in (frozenset[int](), frozenset(graph.born_at[start])):
+            check_timeline(known, graph, Choice(start, start + 5, kept))
+    assert len(simulated) == (4 if change else 2)

@@ -10,8 +10,10 @@ the same timeline, but for these indices, if the ranks of the indices are the sa
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ from membudget.planner.choice import (
     wanted_in,
 )
 from membudget.planner.frontier import Front, KeepSet
-from membudget.planner.overwrites import copies_of_saved
+from membudget.planner.overwrites import copies_of_saved, part_of
 from membudget.planner.second_run import buffers_of
 from membudget.planner.simulate import BlockTimeline, simulate_block
 from membudget.planner.timeline import PlainStep
@@ -143,30 +145,28 @@ def _flow(
 def _shape(graph: StepGraph, block: Block) -> _Shape | None:
     """Return a block's shape; `None` where more than that decides its timelines.
 
-    That is where the block overwrites what it has read, and where autograd asks for a
-    saved tensor more than once, or within the forward.
+    That is where autograd asks for a saved tensor more than once, or within the
+    forward.
     """
     saved = [graph.saved[index] for index in saved_in(graph, block)]
-    turn, count = graph.backward_start, len(graph.operators)
+    turn, operators = graph.backward_start, len(graph.operators)
     made = sorted(made_in(graph, block))
     if any(len(s.asked) > 1 or min(s.asked, default=turn) < turn for s in saved):
         return None
     own = range(block.start, block.end)
-    if _overwrites_read(graph, own):
-        return None
     place_of = {storage: place for place, storage in enumerate(made)}
     ends = [_ends(graph, block, storage) for storage in made]
     saves = [(s.moment, s.freed, *s.asked) for s in saved]
     copies = copies_of_saved(graph, block)
     copied = [(copy.start, copy.end) for copy in copies]
     buffers = buffers_of(graph, block)
-    moments = sorted({*own, block.end, turn, count}.union(*ends, *saves, *copied))
+    moments = sorted({*own, block.end, turn, operators}.union(*ends, *saves, *copied))
     rank = {moment: i for i, moment in enumerate(moments)}
     facts = [graph.storages[storage] for storage in made]
     signature = (
         rank[turn],
         tuple(_flow(graph, index, place_of) for index in own),
-        tuple(graph.operators[m].workspace_bytes for m in moments if m < count),
+        tuple(graph.operators[m].workspace_bytes for m in moments if m < operators),
         tuple((f.bytes, f.released is None) for f in facts),
         tuple(tuple(rank[moment] for moment in of) for of in ends),
         tuple(tuple(rank[moment] for moment in of) for of in saves),
@@ -174,6 +174,7 @@ def _shape(graph: StepGraph, block: Block) -> _Shape | None:
         tuple(graph.storages[copy.storage].bytes for copy in copies),
         tuple(graph.storages[buffer].bytes for buffer in buffers),
         tuple(_saved_value(graph, s, place_of) for s in saved),
+        (*_overwriting(graph, own, saved),) if _overwrites_read(graph, own) else (),
     )
     return _Shape(made, np.array(moments), signature)
 
@@ -187,6 +188,36 @@ def _overwrites_read(graph: StepGraph, block: range) -> bool:
                 return True
             read.update(s for s in graph.reads[index] if s not in graph.writes[index])
     return False
+
+
+def _overwriting(
+    graph: StepGraph, block: range, saved: Sequence[Saved]
+) -> list[tuple[int | bool, ...]]:
+    """Return what decides the copies of a block that overwrites what it has read.
+
+    That is where it touches the memory that it overwrites, which tensors there may
+    share elements, and which memory is from before.
+    """
+    operators = [(index, graph.operators[index]) for index in block]
+    overwritten = {
+        storage
+        for index, operator in operators
+        for storage in (() if operator.is_view else graph.writes[index])
+        if graph.storages[storage].birth < index
+    }
+    touched = [(i - block.start, v) for i, o in operators for v in o.inputs + o.outputs]
+    touched += [(~i, s.value) for i, s in enumerate(saved)]
+    numbers: defaultdict[Hashable, int] = defaultdict(count().__next__)
+    found: list[tuple[int | bool, ...]] = [tuple(o.must_keep for _, o in operators)]
+    for place, value in touched:
+        storage = graph.values[value].storage
+        if storage in overwritten:
+            facts = graph.storages[storage]
+            before = facts.birth < block.start, facts.birth < 0
+            split, part = part_of(graph, value) or (-1, -1)
+            row = place, numbers[storage], numbers["split", split], part, facts.bytes
+            found.append((*row, *before, facts.kind == "parameter"))
+    return found
 
 
 def _ends(graph: StepGraph, block: Block, storage: int) -> list[int]:

@@ -143,13 +143,13 @@ def _held_from(graph: StepGraph, block: Block, storage: int) -> int:
 
 def _overlap(graph: StepGraph, one: int, other: int) -> bool:
     """Return whether two values in a storage may share elements."""
-    first, second = _part(graph, one), _part(graph, other)
+    first, second = part_of(graph, one), part_of(graph, other)
     if first is None or second is None:
         return True
     return first == second or first[0] != second[0]
 
 
-def _part(graph: StepGraph, index: int) -> tuple[int, int] | None:
+def part_of(graph: StepGraph, index: int) -> tuple[int, int] | None:
     """Return the split that a value is a part of, by its op index, and which output."""
     storage = graph.values[index].storage
     while (moment := graph.values[index].operator) >= 0:

@@ -173,7 +173,14 @@ def living_tensors() -> list[Tensor]:
     Those that only C++ refers to, such as what autograd saved, are not found.
     """
     # Not `isinstance`, which asks a proxy for the class of what it stands for.
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    classes = {Tensor, *_subclasses(Tensor)}
+    return [thing for thing in gc.get_objects() if type(thing) in classes]
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def emptied_storages() -> dict[int, Any]:
