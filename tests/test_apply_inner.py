@@ -68,6 +68,40 @@ class Equilibrium(nn.Module):
         return state.square().mean()
 
 
+class Learning(nn.Module):
+    """Layers whose weights the gradients of two losses change as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            made, fast, moved = layer(x), torch.eye(16), torch.zeros(16, 16)
+            for _ in range(2):
+                fast = fast.detach().requires_grad_()
+                error = (made.detach() @ fast).tanh() - x.detach()
+                (slope,) = torch.autograd.grad(error.square().mean(), fast)
+                moved = 0.9 * moved + slope
+                fast = fast - 0.1 * moved
+            x = x + nn.functional.silu(made @ fast.detach())
+        return x.square().mean()
+
+
+class Sloped(Penalised):
+    """Two gradients of one graph decide what each layer weighs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.layers[0], self.layers[2]):
+            between = x.detach().requires_grad_()
+            made = layer(between).tanh().sin()
+            (one,) = torch.autograd.grad(made.sum(), between, retain_graph=True)
+            (two,) = torch.autograd.grad(made.square().sum(), between)
+            weighs = (one - two).sigmoid().mean(-1, keepdim=True)
+            x = nn.functional.silu(layer(x)) * weighs
+        return x.square().mean()
+
+
 def nothing(graph: StepGraph, region: Choice) -> set[int]:
     """Keep nothing."""
     return set()
@@ -92,8 +126,11 @@ def drawn(seed: int) -> Kept:
     return keep
 
 
+KINDS = [Penalised, PenalisedTwice, Equilibrium, Learning, Sloped]
+
+
 @pytest.mark.parametrize("keep", [nothing, activations, *map(drawn, range(6))])
-@pytest.mark.parametrize("kind", [Penalised, PenalisedTwice, Equilibrium])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_inside_a_forward_or_a_hook_runs_as_simulated(
     kind: type[nn.Module], keep: Kept
 ):
@@ -121,4 +158,5 @@ def test_a_gradient_inside_a_forward_or_a_hook_runs_as_simulated(
         simulated = [graph.operators[i].name == f"aten.{name}.default" for i in ran]
         assert operators.counts[name] == sum(simulated)
     model.zero_grad()
-    assert mb.peak(step).peak_bytes == pytest.approx(schedule.peak_bytes, rel=0.001)
+    # Of two penalties, a scalar is freed an operator before the simulation frees it.
+    assert 0 <= schedule.peak_bytes - mb.peak(step).peak_bytes <= 4

@@ -29,7 +29,7 @@ from membudget.planner.choice import (
 )
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy, source_copies, sources_until
-from membudget.planner.slices import dropped_in, slice_of_saved
+from membudget.planner.slices import dropped_in, held_by_living, slice_of_saved
 
 
 @dataclass
@@ -47,13 +47,14 @@ class ReplayBackward:
         self._graph = graph = ledger.graph
         self._ledger, self._choice = ledger, choice
         self._retained = retained_in(graph, choice) or [frozenset[int]()]
-        dropped = dropped_in(graph, choice)
+        self._dropped = dropped = dropped_in(graph, choice)
         self._storage = storages_saved_in(graph, choice)
         # Indices of the saved tensors that the backward pass has to recompute.
         self.dropped_saved = [i for i, s in self._storage.items() if s in dropped]
         self._stage_of = _stages(graph, choice, self.dropped_saved)
         self._slice = slice_of_saved(graph, choice, dropped)
         self._writers, self._reads = self._slice.writers, self._slice.reads
+        self._rewritten = {s for s, of in self._writers.items() if len(of) > 1}
         self._by_stage: dict[int, list[int]] = {}
         for index in self.dropped_saved:
             self._by_stage.setdefault(self._stage_of[index], []).append(index)
@@ -62,7 +63,6 @@ class ReplayBackward:
         self._lent: dict[int, _Copy] = {}  # Held by autograd, by saved tensor.
         # Copies of overwritten storages, by the operator that reads one, and storage.
         self._overwritten: dict[tuple[int, int], _Copy] = {}
-        self._moment = self._asked = -1  # Of the last tensor that was unpacked.
         self._begin(-1)  # No stage yet.
 
     def move_ends(self) -> None:
@@ -70,12 +70,14 @@ class ReplayBackward:
 
         A dropped storage is freed once only dropped saved tensors refer to it. A
         storage from which dropped tensors are recomputed stays live until autograd has
-        freed the last of these tensors.
+        freed the last of these tensors, and the forward has released them.
         """
-        ends = ends_if_dropped(self._graph, self._choice)
+        graph, choice, end_of = self._graph, self._choice, self._ledger.end_of
+        ends = ends_if_dropped(graph, choice)
         self._ledger.ends.update((s, ends[s]) for s in self._slice.targets if s in ends)
-        held = sources_until(self._graph, self._choice, self._slice)
-        for storage, moment in held.items():
+        held = sources_until(graph, choice, self._slice)
+        living = held_by_living(graph, choice, self._dropped, self._slice, end_of)
+        for storage, moment in (*held.items(), *living.items()):
             self._ledger.hold(storage, moment)
 
     def copies(self) -> list[SourceCopy]:
@@ -84,13 +86,9 @@ class ReplayBackward:
 
     def unpack(self, saved: int) -> None:
         """Give autograd a saved tensor, recomputing the tensor if it is not live."""
-        is_other_pass = self._begins_pass(saved)
-        if is_other_pass:
-            # The end of a pass frees what the pass recomputed and did not use up.
-            self._uses.clear()
-            self._free_unused(list(self._live))
-            self._free_copies([*self._overwritten])
-        if is_other_pass or self._stage_of[saved] != self._stage:
+        if saved in self._served:
+            self.end_pass()  # This is another one.
+        if self._stage_of[saved] != self._stage:
             self._begin(self._stage_of[saved])
         storage = self._storage[saved]
         if self._is_missing(storage):
@@ -116,15 +114,12 @@ class ReplayBackward:
             self._lent[saved] = copy
         self._free_unused([storage])
 
-    def _begins_pass(self, saved: int) -> bool:
-        """Return whether a saved tensor is unpacked by another backward pass."""
-        before, self._moment = self._moment, self._ledger.moment
-        first = self._graph.backward_start
-        if before < first <= self._moment or saved in self._served:
-            return True
-        # A pass inside the forward goes back from what was saved last.
-        asked, self._asked = self._asked, self._graph.saved[saved].moment
-        return self._moment < first and self._asked > asked
+    def end_pass(self, _: int = 0) -> None:
+        """Free what a backward pass recomputed and did not use up."""
+        self._uses.clear()
+        self._free_unused(list(self._live))
+        self._free_copies([*self._overwritten])
+        self._stage = -1
 
     def free(self, saved: int) -> None:
         """Simulate the release of a saved tensor by autograd."""
@@ -156,7 +151,7 @@ class ReplayBackward:
         self._reads_to_come = reads
         for _, storage in self._overwritten:
             reads[storage] -= 1
-        self._uses = uses = reads.copy()
+        self._uses: defaultdict[int, int] = (uses := reads.copy())
         for storage in (*wanted, *(self._retained[stage] if stage >= 0 else ())):
             uses[storage] += 1
         self._free_unused(list(self._live))
@@ -194,11 +189,12 @@ class ReplayBackward:
         return False
 
     def _is_missing(self, storage: int) -> bool:
-        # The forward's copy of a storage serves until its own live range ends.
+        # The forward's copy serves from the end of the block to that of its live range.
+        moment = self._ledger.moment
         return (
             storage in self._writers
             and storage not in self._live
-            and self._ledger.moment >= self._ledger.end_of(storage)
+            and not self._choice.end <= moment < self._ledger.end_of(storage)
         )
 
     def _missing_slice(self, storages: Iterable[int]) -> set[int]:
@@ -222,7 +218,8 @@ class ReplayBackward:
     def _run(self, operator: int) -> None:
         ledger, uses = self._ledger, self._uses
         reads, writes = self._reads[operator], self._slice.writes[operator]
-        self._keep_overwritten(operator)
+        if not self._rewritten.isdisjoint(writes):
+            self._keep_overwritten(operator)
         self._ran.add(operator)
         ledger.read(reads)
         ledger.run_again(operator, ledger.replayed)

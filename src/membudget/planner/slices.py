@@ -12,7 +12,7 @@ writer of a needed storage to the slice, and marks the writer's inputs as needed
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -79,8 +79,14 @@ def useful_kept(graph: StepGraph, choice: Choice) -> set[int]:
     The engine would keep the others as long as anything computed from them lives.
     """
     dropped = dropped_in(graph, choice)
-    read = slice_of_saved(graph, choice, dropped).needed_until.keys()
-    return (made_in(graph, choice) - dropped) & (read | wanted_in(graph, choice))
+    return _useful_in(graph, choice, dropped, slice_of_saved(graph, choice, dropped))
+
+
+def _useful_in(
+    graph: StepGraph, block: Block, dropped: set[int], found: RecomputeSlice
+) -> set[int]:
+    read = found.needed_until.keys()
+    return (made_in(graph, block) - dropped) & (read | wanted_in(graph, block))
 
 
 def slice_of(
@@ -107,6 +113,52 @@ def slice_of(
             if storage not in outputs:
                 until[storage] = max(until.get(storage, 0), latest)
     return found
+
+
+def held_by_living(
+    graph: StepGraph,
+    block: Block,
+    dropped: set[int],
+    found: RecomputeSlice,
+    end_of: Callable[[int], int],
+) -> dict[int, int]:
+    """Return the op indices until which a block holds sources of what lives.
+
+    What is not kept, and the forward has not released, may yet be saved, or read by
+    what is. So the region holds what would recompute it, also where a backward pass
+    inside the forward has freed that.
+
+    Args:
+        graph: The step.
+        block: The block.
+        dropped: What it drops.
+        found: The slice that recomputes this.
+        end_of: Returns the op index at which a storage is freed otherwise.
+    """
+    unkept = droppable_in(graph, block) - _useful_in(graph, block, dropped, found)
+    until: dict[int, int] = {}
+    sources = {
+        storage: {storage}
+        for storage in _read_and_freed_in(graph, block) - unkept
+        if end_of(storage) < block.end
+    }
+    for maker in reversed(_makers_in(graph, block)) if sources else ():
+        roots = set[int]().union(*(sources[s] for s in maker.reads if s in sources))
+        for output in unkept.intersection(maker.writes) if roots else ():
+            sources.setdefault(output, set()).update(roots)
+            facts = graph.storages[output]
+            released = facts.death if facts.released is None else facts.released
+            for storage in roots:
+                last = min(released, block.end)
+                until[storage] = max(last, until.get(storage, 0))
+    return until
+
+
+@once
+def _read_and_freed_in(graph: StepGraph, block: Block) -> set[int]:
+    """Return the storages that a block reads, of which nothing is left at its end."""
+    read = {s for maker in _makers_in(graph, block) for s in maker.reads}
+    return {s for s in read if graph.storages[s].death < block.end}
 
 
 @once

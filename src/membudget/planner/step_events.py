@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from operator import itemgetter
 
 import numpy as np
 
-from membudget.graph import Saved
+from membudget.graph import Saved, StepGraph
 from membudget.planner.backward import ReplayBackward
 from membudget.planner.choice import RERUN, Choice
 from membudget.planner.ledger import Ledger
@@ -79,6 +80,9 @@ class StepEvents:
             for moment in self._returned(saved):
                 on(moment, _RETURNED, block.take_back, index)
             on(saved.freed, _FREED, block.free, index)
+        if isinstance(block, ReplayBackward):
+            for moment in _ends_inside(ledger.graph, block.dropped_saved):
+                on(moment, _RETURNED, block.end_pass, 0)
 
     def _returned(self, saved: Saved) -> Iterator[int]:
         """Yield when backward passes that retain their graph return a saved tensor.
@@ -155,6 +159,20 @@ class StepEvents:
             events.sort(key=_order)
         for _, event, index in events:
             event(index)
+
+
+def _ends_inside(graph: StepGraph, dropped: Iterable[int]) -> Iterator[int]:
+    """Yield where backward passes inside the forward end that ask for what is dropped.
+
+    A pass goes back from what was saved last.
+    """
+    saved = (graph.saved[index] for index in dropped)
+    turn = graph.backward_start
+    asks = [(m, -s.moment, s.freed, len(s.asked)) for s in saved for m in s.asked]
+    inside = sorted(ask for ask in asks if ask[0] < turn)
+    for (moment, saved_at, freed, times), following in zip_longest(inside, inside[1:]):
+        if following is None or following[1] < saved_at:
+            yield freed if times == 1 else moment + 1
 
 
 def _asking(ask: Event, storages: Collection[int]) -> Callable[[Iterable[int]], None]:

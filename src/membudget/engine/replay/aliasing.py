@@ -257,7 +257,9 @@ class Tracker:
     ) -> TapeValue:
         source = TapeValue(None)
         source.is_input = True
-        source.hold(held := alias(tensor))
+        # What the region has made is nothing that its entry may hold to the end.
+        made_alias = alias if memory.is_external else detach_with_version
+        source.hold(held := made_alias(tensor))
         if held is tensor:
             # The function may exchange it by `.data =`.
             source.address = address
