@@ -174,7 +174,7 @@ def test_a_slowdown_says_what_was_measured_and_what_else_was_raced():
 
 
 @pytest.mark.parametrize("far_off", [0.0, math.inf])
-def test_a_plan_is_raced_again_that_is_measured_far_from_its_prediction(
+def test_a_plan_is_raced_further_that_is_measured_far_from_its_prediction(
     monkeypatch, far_off
 ):
     torch.manual_seed(0)
@@ -182,25 +182,31 @@ def test_a_plan_is_raced_again_that_is_measured_far_from_its_prediction(
     raced: list[tuple[int, int]] = []
 
     def noted(
-        step: Step, plans: list[PlanRegions], least: int = LEAST_ROUNDS
+        step: Step,
+        plans: list[PlanRegions],
+        least: int = LEAST_ROUNDS,
+        before: Slowdown | None = None,
     ) -> tuple[int, Slowdown]:
-        raced.append((len(plans), least))
-        others = (9.0,) * (len(plans) - 1)
-        return 0, Slowdown(7.0 + len(raced), 7.0, 9.0, least, 1.0, others)
+        place, found = race(step, plans, least, before)
+        raced.append((len(plans), found.rounds))
+        if before is not None:
+            assert found.ratios[: before.rounds] == before.ratios
+            assert found.others == before.others
+            assert found.seconds > before.seconds
+        return place, found
 
     monkeypatch.setattr(fastest, "race", noted)
+    monkeypatch.setattr(racing, "ENOUGH_S", 0.0)  # The least number of rounds.
+    monkeypatch.setattr(racing, "DISTURBED", math.inf)
     monkeypatch.setattr(fastest, "NEARLY", math.inf)
     monkeypatch.setattr(terms, "FAR_OFF", far_off)
     with mb.fit(model, batch, "50%", measure="best") as fitted:
         found = fitted.slowdown
     assert found is not None
     assert raced[0][0] == 1 + len(found.others) > 1
-    if far_off:
-        assert (found.median, found.rounds, found.seconds) == (8.0, LEAST_ROUNDS, 1.0)
-        assert len(raced) == 1
-    else:
-        assert (found.median, found.rounds, found.seconds) == (9.0, 7, 2.0)
-        assert raced[1:] == [(1, DISTURBED_ROUNDS)]
+    assert raced[0][1] == LEAST_ROUNDS
+    assert raced[1:] == ([] if far_off else [(1, DISTURBED_ROUNDS)])
+    assert len(found.ratios) == found.rounds == raced[-1][1]
 
 
 @pytest.mark.parametrize("measure", ["none", "one", "best", None])

@@ -93,8 +93,7 @@ def take_fastest(
         is_doubtful = is_short and is_far_off(priced, slowdown)
         if is_doubtful and not deadline.forbids("timing more steps"):
             with without_shortage():
-                again = race(step, [fastest.regions], DISTURBED_ROUNDS)[1]
-                slowdown = slowdown.replaced_by(again)
+                _, slowdown = race(step, [fastest.regions], DISTURBED_ROUNDS, slowdown)
             priced = repriced(profile, fastest.attempt, slowdown)
     for warning in fastest.warned:  # First: where it is an error, no plan stays.
         _issue(warning)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median, quantiles
 
 from membudget.engine.controls import verification_postponed
@@ -26,8 +26,8 @@ DISTURBED = 0.12
 DISTURBED_ROUNDS = 7
 """How many rounds there are at least where other load disturbs them.
 
-A plan that was raced for fewer is raced again for as many if its measured and predicted
-slowdowns are far apart.
+A plan that was raced for fewer is raced further if its measured and predicted slowdowns
+are far apart.
 """
 
 ENOUGH_S = 0.5
@@ -56,6 +56,8 @@ class Slowdown:
         others: Medians of the plans that were raced and not taken.
         forward: Median of what the forward took longer, relative to the plain step;
             `None` where forward and backward are one function of the user's.
+        ratios: What the rounds took under the plan, relative to the plain step.
+        forwards: What their forwards took longer, likewise.
     """
 
     median: float
@@ -65,11 +67,8 @@ class Slowdown:
     seconds: float
     others: tuple[float, ...] = ()
     forward: float | None = None
-
-    def replaced_by(self, again: Slowdown) -> Slowdown:
-        """Return the result of a second race, with the seconds of both."""
-        seconds = self.seconds + again.seconds
-        return replace(again, seconds=seconds, others=self.others)
+    ratios: tuple[float, ...] = ()
+    forwards: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         """Return the slowdown, and how it was measured."""
@@ -89,7 +88,10 @@ class Slowdown:
 
 
 def race(
-    step: Step, plans: Sequence[PlanRegions], least: int = LEAST_ROUNDS
+    step: Step,
+    plans: Sequence[PlanRegions],
+    least: int = LEAST_ROUNDS,
+    before: Slowdown | None = None,
 ) -> tuple[int, Slowdown]:
     """Time steps under each of several plans; return the fastest and its slowdown.
 
@@ -101,11 +103,12 @@ def race(
         step: The step, which has run under each plan before.
         plans: What the model carries under each plan.
         least: The least number of rounds.
+        before: Of the only plan, an earlier race, whose rounds count, too.
     """
-    begin_s = time.perf_counter()
+    begin_s = time.perf_counter() - (before.seconds if before else 0.0)
     clock = step_clock()
-    ratios: list[list[float]] = [[] for _ in plans]
-    forwards: list[list[float]] = [[] for _ in plans]
+    ratios = [[*before.ratios] if before else [] for _ in plans]
+    forwards = [[*before.forwards] if before else [] for _ in plans]
     kept = state_kept(step, has_values=True)
     with stage("timing steps"), kept, verification_postponed():
         while not _is_enough(ratios[0], least, begin_s):
@@ -126,11 +129,13 @@ def race(
         fastest = 0
     low, _, high = _quartiles(ratios[fastest])
     others = tuple(m for place, m in enumerate(medians) if place != fastest)
+    others = before.others if before else others
     took_s = time.perf_counter() - begin_s
     rounds = len(ratios[0])
     forward = median(forwards[fastest]) if forwards[fastest] else None
     measured = medians[fastest], low, high, rounds, took_s, others, forward
-    return fastest, Slowdown(*measured)
+    each = tuple(ratios[fastest]), tuple(forwards[fastest])
+    return fastest, Slowdown(*measured, *each)
 
 
 def _is_clearly_faster(ratios: Sequence[float], first: Sequence[float]) -> bool:

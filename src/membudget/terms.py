@@ -28,7 +28,7 @@ MOST_OFF = 0.05
 """How far a measured slowdown may be off before the report says which term is."""
 
 FAR_OFF = 0.1
-"""How far a measured slowdown may be off before a race of few rounds is run again."""
+"""How far a measured slowdown may be off before a race of few rounds goes on."""
 
 DOUBT = 0.01
 """Down to which share of a plain step a race of few rounds can time a forward.
