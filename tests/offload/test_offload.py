@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -258,46 +257,6 @@ def test_the_gates_of_an_lstm_are_written_one_by_one() -> None:
         return torch.autograd.grad(loss, x)[0]
 
     assert torch.equal(gradient(mb.offload("1MiB", smallest=1)), gradient(None))
-
-
-def silently(start: Tensor, writes: Sequence[float], off: mb.Offload | None) -> Tensor:
-    """Return a gradient where a storage is saved after each write to it."""
-    weight = torch.ones(3, requires_grad=True)
-
-    def forward() -> Tensor:
-        filled, total = start.clone(), torch.zeros(WIDTH)
-        for number, value in enumerate(writes):
-            filled.data[number] = value
-            total = total + (weight[:, None] * filled).sum(0).sin()
-        return total.sum()
-
-    with off or nullcontext():
-        loss = forward()
-    return torch.autograd.grad(loss, weight)[0]
-
-
-ZEROS, DONE = torch.zeros(3, WIDTH), torch.arange(1.0, 4)[:, None].repeat(1, WIDTH)
-
-
-@pytest.mark.parametrize("starts", [[ZEROS] * 3, [DONE, ZEROS, ZEROS]])
-def test_a_storage_that_is_filled_silently_is_read_as_it_is_at_last(
-    starts: list[Tensor],
-) -> None:
-    """As torchdiffeq's solvers do: no version tells of a write through `.data`.
-
-    Memory that is not initialised may hold by chance what will be written: `DONE`.
-    """
-    off = mb.offload("1MiB", smallest=1, window=0)
-    for start in starts:
-        expected = silently(start, (1, 2, 3), None)
-        assert torch.equal(silently(start, (1, 2, 3), off), expected)
-
-
-def test_a_silent_write_that_only_a_later_step_makes_is_seen() -> None:
-    off = mb.offload("1MiB", smallest=1, window=0)
-    for writes in ((1,), (1,), (1, 2), (1, 2, 3), (1,), (1, 2)):
-        expected = silently(ZEROS, writes, None)
-        assert torch.equal(silently(ZEROS, writes, off), expected)
 
 
 def test_autocast_and_attention_are_the_plain_ones() -> None:

@@ -5,11 +5,10 @@
 
 Rules:
     1. What is saved is a storage. All views of one share a copy, unless it may have
-       been written to in between. It is copied when the operator that saves it has run
-       (some, as `rrelu`, write to what they saved), for the last time in the step
-       before: no version tells of writes through `.data` between two saves. Whoever
-       saves it again keeps it alive until then. What is saved after it was copied is
-       compared with its copy.
+       been written to in between. It is copied when the operator has run that saves it
+       for the last time, as the step before tells: `rrelu` writes to what it saved, and
+       no version tells of writes through `.data`. If it is saved again after that, it
+       is compared with its copy.
     2. A storage that lives anyway is not copied back, and in later steps not out.
     3. Bytes of storages that are on their way out, were loaded, or are kept because
        they are asked for first, are at most `window_bytes`. What is asked for and not
@@ -30,7 +29,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from functools import partial
 from threading import Lock
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -41,6 +39,7 @@ from membudget._torch import (
     node_sequence_number,
 )
 from membudget.offload.disk import Disk
+from membudget.offload.entries import Entries, that_has
 from membudget.offload.limits import Limits
 from membudget.offload.link import Link, bytes_of
 from membudget.offload.saved_storage import SavedStorage, View
@@ -49,7 +48,6 @@ from membudget.offload.spill import Spill
 from membudget.offload.steps import Steps, is_backward
 from membudget.offload.unsent import Unsent
 from membudget.offload.window import Window
-from membudget.state.identity import address_of
 
 
 class Lane:
@@ -64,10 +62,7 @@ class Lane:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        places: tuple[Slab, Disk | None],
-        limits: Limits,
+        self, device: torch.device, places: tuple[Slab, Disk | None], limits: Limits
     ):
         """Use a slab, and a file, that other devices may use, too."""
         self.moved_bytes: Counter[str] = Counter()
@@ -75,7 +70,7 @@ class Lane:
         self.window = Window(limits.window_bytes)
         self._link = Link(device, places[0].links)
         self._steps = Steps(limits.first_bytes)
-        self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        self._entries = Entries()
         self._dropped: deque[tuple[SavedStorage, bool]] = deque()
         self._live = 0
         self._task = -1  # The backward pass that has asked last.
@@ -87,11 +82,11 @@ class Lane:
 
         The operator that saves it may have yet to write to it.
         """
+        node = node_sequence_number()
         with self._lock:
-            if self._unsent.is_of_another(node := node_sequence_number()):
+            if self._unsent.begins(node):
                 self._tidy(awaited=True)
-                self._unsent.begin(node)
-            return self._viewed(tensor)
+            return self._viewed(tensor)[0]
 
     def hold(self, tensor: Tensor) -> View:
         """Return what stands for a tensor that is complete, and begin to copy it.
@@ -101,23 +96,22 @@ class Lane:
         """
         with self._lock:
             self._follow_up()
-            view = self._viewed(tensor)
+            view, entries = self._viewed(tensor)
             view.is_checked = False
-            if self._unsent.take(view.entry) and view.entry.source is not None:
-                self._send(view.entry, view.entry.source)
+            for entry, storage in self._unsent.take(entries):
+                self._settle(entry, storage)
             return view
 
-    def _viewed(self, tensor: Tensor) -> View:
-        address, storage = address_of(tensor), tensor.untyped_storage()
-        entry = self._by_address.get(address)
-        is_known = entry is not None and entry.original() is storage
-        if entry is None or not is_known or not entry.has_now(tensor):
-            entry = self._by_address[address] = self._new_entry(tensor)
-        else:
-            self._steps.save_again(entry)
-            if self._was_written(entry, storage):
-                entry.source, entry.stays = storage, True
-        return View(tensor, entry, self._drop)
+    def _viewed(self, tensor: Tensor) -> tuple[View, list[SavedStorage]]:
+        """Return a view of a tensor's storage, and all that stand for that."""
+        entries, storage = self._entries.of(tensor), tensor.untyped_storage()
+        for known in entries:
+            self._steps.save_again(known)
+            self._unsent.add(known, storage if known.was_copied else None)
+        entry = that_has(entries, tensor)
+        if entry is None:
+            entries.append(entry := self._new_entry(tensor))
+        return View(tensor, entry, self._drop), entries
 
     def ask(self, view: View) -> Tensor:
         """Return the tensor of a view, for the stream that is current.
@@ -160,9 +154,8 @@ class Lane:
 
     def _tidy(self, awaited: bool = False) -> None:
         self._follow_up()
-        for entry in self._unsent.taken(awaited):
-            assert entry.source is not None
-            self._send(entry, entry.source)
+        for entry, storage in self._unsent.taken(awaited):
+            self._settle(entry, storage)
         self._release()
 
     def _clean_at_end(self) -> None:
@@ -198,32 +191,38 @@ class Lane:
             if not entry.views:
                 self._finish(entry)
 
-    def _was_written(self, entry: SavedStorage, storage: UntypedStorage) -> bool:
-        """Return whether a storage is not what was copied: the step is an unknown one.
-
-        A write through `.data` raises no version: torchdiffeq's solvers fill a storage
-        so, and save it in between. The plain step reads what is there at last.
-        """
-        if not entry.was_copied:
-            return False
-        return not torch.equal(bytes_of(storage).cpu(), self._spill.content(entry))
-
     # Out.
+
+    def _settle(self, entry: SavedStorage, storage: UntypedStorage | None) -> None:
+        """Copy what was saved, or compare what is saved again with its copy.
+
+        Torchdiffeq's solvers fill a storage through `.data`, and save it in between.
+        The plain step reads what is there at last.
+        """
+        if entry.leaves and entry.source is not None:
+            self._send(entry, entry.source)
+        elif storage is not None and entry.was_copied:
+            now, copied = bytes_of(storage).cpu(), self._spill.content(entry)
+            if not torch.equal(now, copied):
+                entry.source, entry.stays = storage, True
 
     def _new_entry(self, tensor: Tensor) -> SavedStorage:
         entry = SavedStorage(tensor, tensor.untyped_storage())
         entry.saved_on = self._link.now()
+        self._entries.add(entry)
         fate = self._steps.enter(entry, is_alone=not self._live)
         self._live += 1
         if fate == "unknown":
+            entry.leaves = True
             self._unsent.add(entry)
-            return entry
-        self._note(fate, entry)
+        else:
+            self._note(fate, entry)
         if fate == "first":
             self.window.count(entry)
         return entry
 
     def _send(self, entry: SavedStorage, source: UntypedStorage) -> None:
+        entry.leaves = False
         entry.block = self._spill.room(entry.size, self._steps.saved())
         if entry.block is None:
             self._note("full", entry)
@@ -286,6 +285,7 @@ class Lane:
 
     def _finish(self, entry: SavedStorage) -> None:
         self._live -= 1
+        self._entries.forget(entry)
         if entry.loaded is not None:  # Nobody asked for it.
             if entry.arrived is not None:
                 entry.loaded_on.wait_event(entry.arrived)

@@ -18,7 +18,7 @@ from membudget._torch import storage_uses
 from membudget.errors import ChangedSinceForwardError
 from membudget.offload.extents import Extent
 from membudget.offload.slab import HostBlock
-from membudget.state.identity import SavedVersion, version_of
+from membudget.state.identity import SavedVersion, address_of, version_of
 
 
 class SavedStorage:
@@ -27,6 +27,7 @@ class SavedStorage:
     Attributes:
         number: Its place in the step.
         size: Its bytes.
+        address: Where these are, or were.
         source: The storage; `None` once it was copied and let go.
         original: Weak reference to the storage, which others may keep alive.
         block: Its bytes on the host, if they are there.
@@ -41,11 +42,12 @@ class SavedStorage:
         awaited: How often this step is expected to save it again.
         is_counted: Whether it takes a part of the window.
         stays: Whether `source` is kept after the copy.
+        leaves: Whether it is to be copied, and was not yet.
     """
 
     __slots__ = (
-        *("__weakref__", "_first", "_handed", "_version", "arrived", "awaited"),
-        *("block", "extent"),
+        *("__weakref__", "_first", "_handed", "_version", "address", "arrived"),
+        *("awaited", "block", "extent", "leaves"),
         *("copied", "is_counted", "loaded", "loaded_on", "number", "original"),
         *("saved_on", "size", "source", "stays", "unasked", "views"),
     )
@@ -56,6 +58,7 @@ class SavedStorage:
         self._version = SavedVersion(tensor)
         self.number = -1
         self.size = storage.nbytes()
+        self.address = address_of(tensor)
         self.source: UntypedStorage | None = storage
         self.original: Callable[[], UntypedStorage | None] = ref(storage)
         self.block: HostBlock | None = None
@@ -66,7 +69,7 @@ class SavedStorage:
         self.saved_on: Any = None
         self.loaded_on: Any = None
         self.views = self.unasked = self.awaited = 0
-        self.is_counted = self.stays = False
+        self.is_counted = self.stays = self.leaves = False
         self._handed: Callable[[], UntypedStorage | None] = _no_storage
 
     def has_now(self, tensor: Tensor) -> bool:
@@ -76,9 +79,13 @@ class SavedStorage:
         LSTM do. A part that was written to, other than the first one saved, may have
         been written to since.
         """
-        if self._version.has_moved():
+        if self.is_overwritten():
             return False
         return version_of(tensor) == 0 or _place_of(tensor) == self._first
+
+    def is_overwritten(self) -> bool:
+        """Return whether a version tells of a write to what was saved first."""
+        return self._version.has_moved()
 
     def lives_anyway(self) -> bool:
         """Return whether others keep the storage alive."""

@@ -6,50 +6,50 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from threading import get_ident
 
+from torch import UntypedStorage
+
 from membudget.offload.saved_storage import SavedStorage
+
+Pair = tuple[SavedStorage, UntypedStorage | None]
+"""A saved storage, and its memory if that is to be compared with its copy."""
 
 
 @dataclass
 class _OfThread:
     node: int = -1  # Of autograd; numbers rise in each thread.
-    entries: list[SavedStorage] = field(default_factory=list)
+    entries: dict[SavedStorage, UntypedStorage | None] = field(default_factory=dict)
 
 
 class Unsent:
-    """Storages that were saved, and are yet to be copied, by thread."""
+    """Storages that were saved, and are yet to be copied or compared, by thread."""
 
     def __init__(self) -> None:
         """Know of none."""
         self._of_thread: defaultdict[int, _OfThread] = defaultdict(_OfThread)
 
-    def is_of_another(self, node: int) -> bool:
-        """Return whether an operator other than the last one of this thread saves."""
-        return self._of_thread[get_ident()].node != node
+    def begins(self, node: int) -> bool:
+        """Note which operator of this thread saves; return whether it is another."""
+        of_thread = self._of_thread[get_ident()]
+        before, of_thread.node = of_thread.node, node
+        return before != node
 
-    def begin(self, node: int) -> None:
-        """Note which operator of this thread saves now."""
-        self._of_thread[get_ident()].node = node
-
-    def add(self, entry: SavedStorage) -> None:
+    def add(self, entry: SavedStorage, storage: UntypedStorage | None = None) -> None:
         """Add what the operator of this thread saves."""
-        self._of_thread[get_ident()].entries.append(entry)
+        self._of_thread[get_ident()].entries[entry] = storage
 
-    def take(self, entry: SavedStorage) -> bool:
-        """Forget a storage; return whether it is to be copied now."""
-        entries = self._of_thread[get_ident()].entries
-        if entry.awaited > 0 or entry not in entries:
-            return False
-        entries.remove(entry)
-        return True
+    def take(self, entries: list[SavedStorage]) -> list[Pair]:
+        """Return those of some that are to be copied or compared now; forget these."""
+        known = self._of_thread[get_ident()].entries
+        due = [entry for entry in entries if entry in known and entry.awaited <= 0]
+        return [(entry, known.pop(entry)) for entry in due]
 
-    def taken(self, awaited: bool) -> list[SavedStorage]:
+    def taken(self, awaited: bool) -> list[Pair]:
         """Return what this thread has saved and somebody still needs, and forget it.
 
         What the step is expected to save again is left, if that is still `awaited`.
         """
-        found = self._of_thread.pop(get_ident(), _OfThread())
-        needed = [e for e in found.entries if e.views and e.source is not None]
-        left = [e for e in needed if e.awaited > 0] if awaited else []
-        if left:
-            self._of_thread[get_ident()].entries = left
-        return [e for e in needed if e not in left]
+        of_thread = self._of_thread[get_ident()]
+        needed = {e: storage for e, storage in of_thread.entries.items() if e.views}
+        left = {e: s for e, s in needed.items() if awaited and e.awaited > 0}
+        of_thread.entries = left
+        return [pair for pair in needed.items() if pair[0] not in left]
