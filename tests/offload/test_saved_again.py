@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 import membudget as mb
+from membudget.offload.saved_storage import SavedStorage
+from membudget.offload.unsent import Unsent
 from tests.seconds import DEADLOCK_S
 
 
@@ -144,3 +147,14 @@ def test_a_silent_write_that_only_a_later_step_makes_is_seen() -> None:
     for writes in ((1,), (1,), (1, 2), (1, 2, 3), (1,), (1, 2)):
         expected = silently(ZEROS, writes, None)
         assert torch.equal(silently(ZEROS, writes, off), expected)
+
+
+def test_what_nobody_needs_is_forgotten_whichever_thread_has_saved_it() -> None:
+    tensor, unsent = torch.rand(4), Unsent()
+    entry = SavedStorage(tensor, tensor.untyped_storage())
+    thread = threading.Thread(target=unsent.add, args=(entry,))
+    thread.start()
+    thread.join()
+    before = sys.getrefcount(entry)
+    unsent.forget(entry)
+    assert sys.getrefcount(entry) == before - 1

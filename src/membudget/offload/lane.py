@@ -286,6 +286,7 @@ class Lane:
     def _finish(self, entry: SavedStorage) -> None:
         self._live -= 1
         self._entries.forget(entry)
+        self._unsent.forget(entry)
         if entry.loaded is not None:  # Nobody asked for it.
             if entry.arrived is not None:
                 entry.loaded_on.wait_event(entry.arrived)

@@ -44,12 +44,17 @@ class Unsent:
         return [(entry, known.pop(entry)) for entry in due]
 
     def taken(self, awaited: bool) -> list[Pair]:
-        """Return what this thread has saved and somebody still needs, and forget it.
+        """Return what this thread has saved, and forget it.
 
         What the step is expected to save again is left, if that is still `awaited`.
         """
         of_thread = self._of_thread[get_ident()]
-        needed = {e: storage for e, storage in of_thread.entries.items() if e.views}
-        left = {e: s for e, s in needed.items() if awaited and e.awaited > 0}
+        found = of_thread.entries
+        left = {e: s for e, s in found.items() if awaited and e.awaited > 0}
         of_thread.entries = left
-        return [pair for pair in needed.items() if pair[0] not in left]
+        return [pair for pair in found.items() if pair[0] not in left]
+
+    def forget(self, entry: SavedStorage) -> None:
+        """Forget a storage that nobody needs, whichever thread has saved it."""
+        for of_thread in list(self._of_thread.values()):
+            of_thread.entries.pop(entry, None)
