@@ -39,9 +39,9 @@ from membudget._torch import (
     node_sequence_number,
 )
 from membudget.offload.disk import Disk
-from membudget.offload.entries import Entries, that_has
 from membudget.offload.limits import Limits
 from membudget.offload.link import Link, bytes_of
+from membudget.offload.saved_again import KnownStorages, that_has
 from membudget.offload.saved_storage import SavedStorage, View
 from membudget.offload.slab import Slab
 from membudget.offload.spill import Spill
@@ -70,7 +70,7 @@ class Lane:
         self.window = Window(limits.window_bytes)
         self._link = Link(device, places[0].links)
         self._steps = Steps(limits.first_bytes)
-        self._entries = Entries()
+        self._entries = KnownStorages()
         self._dropped: deque[tuple[SavedStorage, bool]] = deque()
         self._live = 0
         self._task = -1  # The backward pass that has asked last.

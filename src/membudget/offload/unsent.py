@@ -10,7 +10,7 @@ from torch import UntypedStorage
 
 from membudget.offload.saved_storage import SavedStorage
 
-Pair = tuple[SavedStorage, UntypedStorage | None]
+Unsettled = tuple[SavedStorage, UntypedStorage | None]
 """A saved storage, and its memory if that is to be compared with its copy."""
 
 
@@ -37,13 +37,13 @@ class Unsent:
         """Add what the operator of this thread saves."""
         self._of_thread[get_ident()].entries[entry] = storage
 
-    def take(self, entries: list[SavedStorage]) -> list[Pair]:
+    def take(self, entries: list[SavedStorage]) -> list[Unsettled]:
         """Return those of some that are to be copied or compared now; forget these."""
         known = self._of_thread[get_ident()].entries
         due = [entry for entry in entries if entry in known and entry.awaited <= 0]
         return [(entry, known.pop(entry)) for entry in due]
 
-    def taken(self, awaited: bool) -> list[Pair]:
+    def taken(self, awaited: bool) -> list[Unsettled]:
         """Return what this thread has saved, and forget it.
 
         What the step is expected to save again is left, if that is still `awaited`.

@@ -120,8 +120,8 @@ inline at::Tensor alias_of(const at::Tensor& tensor, PyObject* object) {
 inline Ref new_source(const at::Tensor& tensor, PyObject* object, PyObject* memory) {
   Ref made = new_value(Py_None, 0, Py_None);
   value::is_input.set(made, Py_True);
-  // What the region has made is nothing that its entry may hold to the end.
-  bool is_own = memory::is_external.is_true(memory) && is_own_alias(tensor, object);
+  bool is_own = (memory::is_external.is_true(memory) || Py_TYPE(object) == parameter_type) &&
+      is_own_alias(tensor, object);
   hold(made, is_own ? Ref::to(object) : wrapped(detached(tensor)));
   if (is_own) {
     value::address.set_number(made, address_of(tensor));

@@ -257,9 +257,10 @@ class Tracker:
     ) -> TapeValue:
         source = TapeValue(None)
         source.is_input = True
-        # What the region has made is nothing that its entry may hold to the end.
-        made_alias = alias if memory.is_external else detach_with_version
-        source.hold(held := made_alias(tensor))
+        # A leaf that the region has made is none that its entry may hold to the end.
+        # FSDP makes a parameter's memory there, and frees it: its class tells that.
+        is_own = memory.is_external or isinstance(tensor, Parameter)
+        source.hold(held := alias(tensor) if is_own else detach_with_version(tensor))
         if held is tensor:
             # The function may exchange it by `.data =`.
             source.address = address

@@ -8,7 +8,7 @@ from membudget.offload.saved_storage import SavedStorage
 from membudget.state.identity import address_of
 
 
-class Entries:
+class KnownStorages:
     """The saved storages that somebody needs, by the address of their memory.
 
     A storage may have several: what was saved before a write, or through a part of it
