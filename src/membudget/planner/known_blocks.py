@@ -28,7 +28,7 @@ from membudget.planner.choice import (
     wanted_in,
 )
 from membudget.planner.frontier import Front, KeepSet
-from membudget.planner.overwrites import copies_of_saved, part_of
+from membudget.planner.overwrites import copies_of_saved, overwrites_in, part_of
 from membudget.planner.second_run import buffers_of
 from membudget.planner.simulate import BlockTimeline, simulate_block
 from membudget.planner.timeline import PlainStep
@@ -174,7 +174,7 @@ def _shape(graph: StepGraph, block: Block) -> _Shape | None:
         tuple(graph.storages[copy.storage].bytes for copy in copies),
         tuple(graph.storages[buffer].bytes for buffer in buffers),
         tuple(_saved_value(graph, s, place_of) for s in saved),
-        (*_overwriting(graph, own, saved),) if _overwrites_read(graph, own) else (),
+        (*_overwriting(graph, block, saved),) if _overwrites_read(graph, own) else (),
     )
     return _Shape(made, np.array(moments), signature)
 
@@ -191,20 +191,15 @@ def _overwrites_read(graph: StepGraph, block: range) -> bool:
 
 
 def _overwriting(
-    graph: StepGraph, block: range, saved: Sequence[Saved]
+    graph: StepGraph, block: Block, saved: Sequence[Saved]
 ) -> list[tuple[int | bool, ...]]:
     """Return what decides the copies of a block that overwrites what it has read.
 
     That is where it touches the memory that it overwrites, which tensors there may
     share elements, and which memory is from before.
     """
-    operators = [(index, graph.operators[index]) for index in block]
-    overwritten = {
-        storage
-        for index, operator in operators
-        for storage in (() if operator.is_view else graph.writes[index])
-        if graph.storages[storage].birth < index
-    }
+    overwritten = overwrites_in(graph, block)
+    operators = [(i, graph.operators[i]) for i in range(block.start, block.end)]
     touched = [(i - block.start, v) for i, o in operators for v in o.inputs + o.outputs]
     touched += [(~i, s.value) for i, s in enumerate(saved)]
     numbers: defaultdict[Hashable, int] = defaultdict(count().__next__)

@@ -58,7 +58,7 @@ def sources_until(
 
     A source that replays read only from its copy is not held.
     """
-    elsewhere = found.writers.keys() | _overwrites(graph, block).keys()
+    elsewhere = found.writers.keys() | overwrites_in(graph, block).keys()
     held = {s: end for s, end in found.needed_until.items() if s not in elsewhere}
     for read in _reads_of_overwritten(graph, block, found):
         until = found.until_of(read.operator) if read.write is None else 0
@@ -76,7 +76,7 @@ def _reads_of_overwritten(
     graph: StepGraph, block: Block, found: RecomputeSlice
 ) -> Iterator[_Read]:
     """Yield what operators of a slice read of sources that the block overwrites."""
-    writes = _overwrites(graph, block)
+    writes = overwrites_in(graph, block)
     for index, written in found.writes.items() if writes else ():
         for value in graph.operators[index].inputs:
             storage = graph.values[value].storage
@@ -105,7 +105,7 @@ def _is_state(graph: StepGraph, storage: int, writes: _Writes, index: int) -> bo
 @once
 def copies_of_saved(graph: StepGraph, block: Block) -> list[SourceCopy]:
     """Return the copies of older memory that a block saves and overwrites."""
-    writes, copies = _overwrites(graph, block), dict[tuple[int, int], int]()
+    writes, copies = overwrites_in(graph, block), dict[tuple[int, int], int]()
     for index, storage in storages_saved_in(graph, block).items():
         if graph.storages[storage].birth >= block.start or storage not in writes:
             continue
@@ -122,7 +122,7 @@ def copies_of_saved(graph: StepGraph, block: Block) -> list[SourceCopy]:
 
 
 @once
-def _overwrites(graph: StepGraph, block: Block) -> _Writes:
+def overwrites_in(graph: StepGraph, block: Block) -> _Writes:
     """Return a block's in-place writes."""
     table: _Writes = {}
     for index in range(block.start, block.end):

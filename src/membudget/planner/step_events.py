@@ -168,8 +168,12 @@ def _ends_inside(graph: StepGraph, dropped: Iterable[int]) -> Iterator[int]:
     """
     saved = (graph.saved[index] for index in dropped)
     turn = graph.backward_start
-    asks = [(m, -s.moment, s.freed, len(s.asked)) for s in saved for m in s.asked]
-    inside = sorted(ask for ask in asks if ask[0] < turn)
+    inside = sorted(
+        (m, -s.moment, s.freed, len(s.asked))
+        for s in saved
+        for m in s.asked
+        if m < turn
+    )
     for (moment, saved_at, freed, times), following in zip_longest(inside, inside[1:]):
         if following is None or following[1] < saved_at:
             yield freed if times == 1 else moment + 1
