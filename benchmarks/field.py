@@ -183,29 +183,36 @@ def markdown(rows: Sequence[Row]) -> str:
         "dropout on. Each step under regions is compared with the plain one bit for "
         "bit, on its batch, on a second one, on another shape, in evaluation, and "
         "after the regions are removed; peaks are counted by an allocator that "
-        "shares nothing with membudget. `fit 60%` is a budget of the gradients and "
-        "60 % of what the plain step takes above them; where it is refused (*), the "
-        "least that the refusal names. A rerun refuses a region that writes its own "
-        "input, as documented. Slowdowns are predicted, of the recorded step, / "
-        "measured, of steps that draw other random numbers each, and so drop other "
-        "layers; in brackets is `fit`'s CPU time ÷ (35 times that of the plain step "
-        "+ 2 s). The half *held out* is what nothing was tuned "
-        f"on. `python3 run.py bench field` makes this page again ({where}).",
+        "shares nothing with membudget.",
         "",
-        f"{sum(row.works for row in rows)} of {len(rows)} work in every way.",
+        "- `fit 60%`: the budget is the gradients plus 60 % of what the plain step "
+        "takes above them. A star marks models for which that is refused and the "
+        "smallest feasible budget is used instead.",
+        "- *rerun: refused*: the region writes its own input, which rerun rejects by "
+        "design.",
+        "- Slowdown: predicted for the recorded step / measured over steps with fresh "
+        "random numbers, which may drop other layers.",
+        "- `fit, s`: seconds of CPU time; in brackets, relative to a limit of 35 plain "
+        "steps + 2 s.",
+        "- *held out*: models that nothing was tuned on.",
+        "",
+        f"`python3 run.py bench field` regenerates this page ({where}).",
+        "",
+        f"{sum(row.works for row in rows)} of {len(rows)} models work in all ways"
+        f"{_refused(rows)}.",
     ]
     if errors:
         lines += [
             "",
             f"Predicted ÷ measured peak is off by {median(errors):.4%} in the median "
-            f"of {len(errors)}, and by {max(errors):.2%} at worst. `fit` took at most "
-            f"its time in {sum(share <= 1 for share in shares)} of {len(shares)}, and "
-            f"{max(shares):.2f} of it at worst.",
+            f"of {len(errors)}, and by {max(errors):.2%} at worst. `fit` stayed within "
+            f"its time limit in {sum(share <= 1 for share in shares)} of {len(shares)} "
+            f"cases, and took {max(shares):.2f} times the limit at worst.",
             "",
-            "Predicted slowdowns are off by "
-            + ", and by ".join(
-                f"{median(off):.3f} in the median of the half {half}, "
-                f"by more than {quantiles(off, n=10)[-1]:.3f} in one of ten"
+            "Median error of predicted slowdowns: "
+            + ", ".join(
+                f"{median(off):.3f} on the {half} half "
+                f"(90th percentile {quantiles(off, n=10)[-1]:.3f})"
                 for half in HALVES
                 if len(off := [x for r in rows if r.half == half for x in r.off]) > 1
             )
@@ -216,6 +223,12 @@ def markdown(rows: Sequence[Row]) -> str:
         "| " + " | ".join((row.name, row.half, *row.cells)) + " |" for row in rows
     ]
     return "\n".join(lines) + "\n"
+
+
+def _refused(rows: Sequence[Row]) -> str:
+    """Return which models an engine refuses, after a semicolon; empty if none."""
+    refused = [row.name for row in rows if REFUSED in row.cells]
+    return f"; rerun refuses {', '.join(refused)}" if refused else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

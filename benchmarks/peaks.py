@@ -89,11 +89,10 @@ def markdown(rows: Sequence[Row], costs: dict[str, float]) -> str:
     lines = [
         "# The peak that a profile predicts",
         "",
-        "The most bytes that one forward and backward allocate, gradients `None` "
-        "before: by the meter (`membudget.peak`, which counts every event of the "
-        "allocator) and by `membudget.profile`, from the graph of one step. "
-        "`python3 run.py bench peaks --docs` makes this page again "
-        f"({where}).",
+        "The peak bytes that one forward and backward pass allocate, starting from "
+        "`None` gradients: measured by `membudget.peak`, which counts every allocator "
+        "event, and predicted by `membudget.profile` from the graph of one step. "
+        f"`python3 run.py bench peaks --docs` regenerates this page ({where}).",
         "",
         "| model | batch | measured, bytes | real ÷ measured | fake ÷ measured |",
         "|---|---|---|---|---|",
@@ -108,9 +107,9 @@ def markdown(rows: Sequence[Row], costs: dict[str, float]) -> str:
         "Mixtral multiplies its experts in one batch here: a loop over the experts "
         "that were chosen needs values, which fake tensors do not have.",
         "",
-        f"A GPT of 12 blocks (width 256, length 128, batch 8): a real profile with "
-        f"measured costs takes {costs['real_profile_steps']:.1f} plain steps, a fake "
-        f"one {costs['fake_profile_s']:.2f} s.",
+        "Cost of a profile on a GPT of 12 blocks (width 256, length 128, batch 8; same "
+        f"command): as long as {costs['real_profile_steps']:.1f} plain steps on real "
+        f"tensors with measured times, {costs['fake_profile_s']:.2f} s on fake ones.",
     ]
     return "\n".join(lines) + "\n"
 

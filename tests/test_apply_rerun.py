@@ -105,7 +105,7 @@ def test_a_region_whose_rerun_gives_other_bits_is_replayed_instead():
     assert [w.category for w in caught] == [mb.UnrepeatableWarning]
     (region,) = applied.status().regions
     assert region.switched
-    assert "(a rerun gave other bits: it is replayed now)" in str(applied.status())
+    assert "(a rerun gave different bits; replayed since)" in str(applied.status())
 
 
 def test_a_region_that_reruns_is_of_the_plan_like_any_other():

@@ -116,8 +116,8 @@ def test_a_pair_is_told_by_its_loss_or_by_what_the_model_takes(
 def test_a_batch_of_two_that_fails_shows_how_it_was_called(batch, taken_as_pair, calls):
     error = pair_error(batch, taken_as_pair, KeyError("mine"))
     assert str(error).startswith(
-        f"the batch of two, (float32[2, 3], int), was taken for {calls}, and that "
-        "failed with KeyError: 'mine'. Say which"
+        f"the batch (float32[2, 3], int) was used as {calls}, which "
+        "failed with KeyError: 'mine'. To choose,"
     )
 
 

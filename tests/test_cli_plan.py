@@ -155,9 +155,9 @@ def test_the_least_that_an_error_names_can_be_planned(step, tmp_path, capsys):
         ("make --budget 8G", "has the unit 'G'; write GiB for 1024³ bytes"),
         ("make --budget 8parsec", "has the unit 'parsec'"),
         ("make --budget much", "a size is a number of bytes"),
-        ("make --budget 0%", "a budget in percent is more than 0 and at most 100"),
-        ("make --budget 130%", "a budget in percent is more than 0 and at most 100"),
-        ("make --budget much%", "a budget in percent is more than 0 and at most 100"),
+        ("make --budget 0%", "a percentage budget must be above 0 and at most 100"),
+        ("make --budget 130%", "a percentage budget must be above 0 and at most 100"),
+        ("make --budget much%", "a percentage budget must be above 0 and at most 100"),
         ("missing --budget 60%", "has no function 'missing'"),
         ("make --budget 60% --mode most", "there is no mode 'most'; the modes are"),
         ("make --budget 5% --mode full", "the smallest plan of mode='auto' needs"),
@@ -457,5 +457,5 @@ def test_many_operators_of_one_name_are_cut():
 
 def test_a_region_on_the_whole_model_has_a_name():
     text = described(with_regions(RegionPlan("", 9, (KEPT,))))
-    assert "GPT: 1 region, seconds measured" in text
+    assert "GPT: 1 region, times measured" in text
     assert "(the model)" in text

@@ -47,7 +47,7 @@ def check_refused(
         ("8G", "has the unit 'G'; write GiB for 1024³ bytes"),
         ("GiB", "a size is a number of bytes, such as '8GiB'; got 'GiB'"),
         ("1e300GiB", "'1e300GiB' is more than any memory has"),
-        ("140%", "a budget in percent is more than 0 and at most 100, .* got '140%'"),
+        ("140%", "a percentage budget must be above 0 and at most 100, .* got '140%'"),
     ],
 )
 def test_a_nonsense_budget_is_refused_before_a_step_runs(budget, words):
@@ -105,7 +105,7 @@ def test_a_truncated_plan_is_refused(tmp_path):
 
 def test_a_plan_of_a_newer_version_is_refused(tmp_path):
     newer = plan_text(version=VERSION + 1)
-    words = f"reads plans of version {VERSION}; this one has version {VERSION + 1}"
+    words = f"of versions 6 and {VERSION}; this one has version {VERSION + 1}"
     apply_file(newer, tmp_path / "plan.json", made()[0], words)
 
 

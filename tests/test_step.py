@@ -25,22 +25,32 @@ def of_one(*shape: int) -> Tensor:
         (of_one(), 5.0, "the model's output"),
         # A whole number is no loss, and neither is a tensor of one dimension.
         (torch.tensor(5), None, ""),
-        (of_one(1), 5.0, "the sum of the output's 1 floating tensor, for want of a"),
+        (of_one(1), 5.0, "the sum of the output's 1 floating-point tensor (no loss_fn"),
         ({"loss": of_one(1, 1)}, 5.0, "output['loss']"),
-        ({"loss": None, "y": X}, 6.0, "the sum of the output's 1 floating tensor, f"),
+        (
+            {"loss": None, "y": X},
+            6.0,
+            "the sum of the output's 1 floating-point tensor (no",
+        ),
         (
             {"loss": X, "y": X + 0},
             12.0,
-            "the sum of the output's 2 floating tensors, for",
+            "the sum of the output's 2 floating-point tensors (no",
         ),
         (SimpleNamespace(loss=of_one(1)), 5.0, "output.loss"),
-        ([X, X.double(), X.long()], 12.0, "the sum of the output's 2 floating tensors"),
+        (
+            [X, X.double(), X.long()],
+            12.0,
+            "the sum of the output's 2 floating-point tensors",
+        ),
         ([], None, ""),
     ],
 )
 def test_a_loss_is_found_in_what_a_model_returns(output, loss, where):
     if loss is None:
-        with pytest.raises(OptionError, match="no floating tensor to make a loss of"):
+        with pytest.raises(
+            OptionError, match="without a floating-point tensor, so there is no"
+        ):
             find_loss(output)
         return
     found, told = find_loss(output)
@@ -160,9 +170,9 @@ def test_a_step_of_the_user_is_the_function_itself():
 def test_a_step_of_the_user_is_none_of_a_model_or_a_batch():
     model = nn.Linear(3, 3)
     for wrong in [(7, ABSENT, None, model), (print, X, None, model)]:
-        with pytest.raises(OptionError, match="modules= goes with a step"):
+        with pytest.raises(OptionError, match="modules= is for a step function"):
             step_of(*wrong)
-    with pytest.raises(OptionError, match="modules= goes with a step"):
+    with pytest.raises(OptionError, match="modules= is for a step function"):
         step_of(print, ABSENT, nn.MSELoss(), model)
     with pytest.raises(OptionError, match="give the batch"):
         step_of(model, ABSENT, None, None)

@@ -145,4 +145,4 @@ def test_a_report_has_a_line_for_the_term_that_is_off(forward):
         found._applied,
         slowdown,
     )
-    assert "\noff       +1.000: recomputation and saved tensors" in again.report()
+    assert "\nerror     +1.000: recomputation and saved tensors" in again.report()

@@ -168,8 +168,8 @@ def _bytes_of(asked: int | str) -> int:
     with suppress(ValueError):  # It has a unit, such as "0.4B".
         share = f"{100 * float(asked):g}%" if float(asked) else share
     raise OptionError(
-        f"a budget of {asked!r} bytes cannot be meant: write a share of the plain "
-        f"step's peak, such as {share!r}, or bytes in all, such as '8GiB'"
+        f"a budget of {asked!r} bytes is probably a mistake: give a share of the plain "
+        f"step's peak, such as {share!r}, or a total in bytes, such as '8GiB'"
     )
 
 
@@ -205,9 +205,9 @@ def share_of(asked: int | str) -> Share | None:
         part = 0.0
     if found is None or not 0 < part <= 1:
         raise OptionError(
-            "a budget in percent is more than 0 and at most 100, such as '40%' or "
-            f"'40% of activations'; got {asked!r}. Write more than the plain step's "
-            "peak in bytes, such as '8GiB'"
+            "a percentage budget must be above 0 and at most 100, such as '40%' or "
+            f"'40% of activations'; got {asked!r}. For more than the plain step's "
+            "peak, give bytes, such as '8GiB'"
         )
     return Share(part, found[2] is not None)
 

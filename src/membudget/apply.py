@@ -47,7 +47,7 @@ class RegionStatus:
         differences: Number of calls that may have kept fewer outputs than planned,
             because their operators differed from those in the plan, or because the plan
             knows fewer calls of the module.
-        switched: Whether the region is replayed since a rerun gave other bits.
+        switched: Whether the region is replayed because a rerun gave different bits.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Status:
             if r.unrepeatable:
                 note = f"  ({r.unrepeatable} values did not reproduce, and are kept)"
             if r.switched:
-                note += "  (a rerun gave other bits: it is replayed now)"
+                note += "  (a rerun gave different bits; replayed since)"
             if r.differences:
                 note += f"  ({r.differences} calls ran other operators than planned)"
             lines.append(

@@ -92,10 +92,10 @@ def pair_error(batch: Any, taken_as_pair: bool, error: Exception) -> OptionError
         shown = "*batch" if type(batch) is tuple else "batch"
         calls = f"model({shown}) and loss_fn(output, batch)"
     return OptionError(
-        f"the batch of two, ({first}, {second}), was taken for {calls}, and that "
-        f"failed with {type(error).__name__}: {error}. Say which is meant by a step of "
-        "your own: `lambda: loss_fn(model(inputs), targets).backward()` or "
-        "`lambda: loss_fn(model(*batch), batch).backward()`, with modules=model"
+        f"the batch ({first}, {second}) was used as {calls}, which failed with "
+        f"{type(error).__name__}: {error}. To choose, pass a step function with "
+        "modules=model: `lambda: loss_fn(model(inputs), targets).backward()` or "
+        "`lambda: loss_fn(model(*batch), batch).backward()`"
     )
 
 

@@ -102,7 +102,7 @@ def _add_profile(commands: Any) -> None:
     add_profiling(parser)
     add = parser.add_argument
     add("--sweep", metavar="NAME=N,N,...", help="profile each of these sizes")
-    add("--budget", metavar="BYTES", help="such as 8GiB: say what fits")
+    add("--budget", metavar="BYTES", help="say whether the step fits in, say, 8GiB")
     add("--json", metavar="FILE", help="also write the profile or sweep as JSON")
     parser.set_defaults(run=_profile)
 

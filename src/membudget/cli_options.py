@@ -52,7 +52,7 @@ def add_profiling(
         help="pass a keyword to the function; repeatable",
     )
     add("--batch", metavar="N", type=int, help="short for --set batch=N")
-    add("--cache", metavar="FOLDER", help="keep profiles there, and read them again")
+    add("--cache", metavar="FOLDER", help="store profiles there, and reuse them")
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:

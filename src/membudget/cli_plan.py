@@ -72,7 +72,10 @@ def _add_fit(commands: Any) -> None:
         help="number of steps to run (default: 20)",
     )
     parser.add_argument(
-        "--seconds", metavar="S", type=float, help="seconds for finding a faster plan"
+        "--seconds",
+        metavar="S",
+        type=float,
+        help="stop looking for faster plans after S seconds",
     )
     add_profiling(
         parser,
@@ -112,7 +115,7 @@ def _add_diff(commands: Any) -> None:
         "region keeps. The exit code is 1 if they differ.",
     )
     parser.add_argument("first", metavar="A.json", help="a plan")
-    parser.add_argument("second", metavar="B.json", help="another")
+    parser.add_argument("second", metavar="B.json", help="another plan")
     parser.set_defaults(run=_diff)
 
 
@@ -121,9 +124,9 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         "--budget",
         metavar="BYTES",
         required=True,
-        help="8GiB: in all, parameters and optimizer state included; 40%%: of the "
-        "plain step's peak above what is in use before it; '40%% of activations': the "
-        "gradients of parameters, and 40%% of the rest of that peak",
+        help="8GiB: a total, including parameters and optimizer state; 40%%: a share "
+        "of what the plain step adds at its peak; '40%% of activations': all parameter "
+        "gradients plus 40%% of the rest",
     )
     parser.add_argument(
         "--mode",
@@ -137,8 +140,8 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         metavar="BYTES",
-        help="memory of the host that tensors may be moved to, such as 64GiB; needs an "
-        "accelerator, or --device with the link of one",
+        help="host memory that tensors may be moved to, such as 64GiB; needs a model "
+        "on an accelerator, or --device, whose link is then assumed",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the plan to a file"

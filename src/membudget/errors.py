@@ -64,7 +64,7 @@ class MissingExtraError(MembudgetError, ImportError):
 
 
 class PlanError(MembudgetError, ValueError):
-    """A plan is incomplete, has a newer format, or was made for another model."""
+    """A plan is incomplete, for another model, or of an unsupported version."""
 
 
 HolderKind = Literal[

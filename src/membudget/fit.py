@@ -55,12 +55,13 @@ def fit(
     """Apply the fastest plan found under which a training step fits the budget.
 
     Gradients, buffers and random streams stay bitwise equal to those of the plain step,
-    and the training loop needs no change. `fit` runs two plain steps and, unless they
-    fit, two under each plan that it tries, and restores the model's state afterwards:
-    the first of two compares fingerprints of recomputed and dropped values, the second
-    measures memory and is compared with the plain step. Where they differ, a plan
-    without the regions at fault is made. Where random numbers decide what a step runs,
-    as where layers are dropped, all of these steps run what takes most memory.
+    and the training loop needs no change. `fit` profiles the plain step (see `profile`)
+    and measures it; if it does not fit, two steps run under each plan that is tried:
+    the first compares fingerprints of recomputed and dropped values, the second
+    measures memory and is compared with the plain step. If they differ, `fit` plans
+    again without the regions at fault. If random numbers decide what a step runs (as
+    with dropped layers), all of these steps run the variant that needs most memory. The
+    model's state is restored afterwards.
 
     A model that is wrapped in DistributedDataParallel, sharded by `fully_shard`, or
     tensor parallel is fitted by all ranks of the default process group together, each
@@ -95,11 +96,11 @@ def fit(
         fake: Whether to profile on fake tensors; times are then estimated. A plain step
             that runs out of memory is profiled so in any case.
         device: Device for which to estimate operator times; see `profile`.
-        measure: Whose steps are timed in turns with plain ones: `"one"` means those of
-            the plan that is predicted to be the fastest, `"best"` also those of plans
-            with other engines, of which the fastest is taken, `"none"` means nobody's.
-            By default `"best"` if the plain step takes less than a second, else
-            `"one"`. Nothing is timed if the plain step does not fit.
+        measure: Which plans to time, in turns with plain steps: `"one"` times the plan
+            predicted to be the fastest; `"best"` also times plans that use other
+            engines, and takes the fastest; `"none"` times nothing. The default is
+            `"best"` if the plain step takes less than a second, else `"one"`. Nothing
+            is timed if the plain step does not fit.
         cache: Folder in which profiles are kept; see `profile`. The step is profiled
             anew if it turns out that the cached profile is of another one.
         seconds: Seconds after which no annealing begins, no plan with other engines is
@@ -116,16 +117,15 @@ def fit(
 
     Raises:
         BudgetError: If no plan fits; the message states the smallest feasible budget.
-        OptionError: If the budget is neither bytes nor a share, the mode is unknown,
-            the cache is no folder, the seconds are negative, `host` is no number of
-            bytes or the model is on the CPU, the model already has regions that `fit`
-            did not attach, it is wrapped in FullyShardedDataParallel, or the ranks that
-            train it run different operators.
+        OptionError: If the budget is neither a size nor a share, the mode is unknown,
+            `cache` is not a folder, `seconds` is negative, `host` is not a positive
+            size or is given for a model on the CPU, the model has regions that `fit`
+            did not attach or parameters on several devices, it is wrapped in
+            FullyShardedDataParallel, or its ranks run different operators.
         OutOfMemoryError: If a step, or planning it, finds less memory than the budget
             allows.
         RecomputeMismatchError: If recomputed values differ even with more outputs kept,
-            and the plain step does not fit, so that fewer regions may not, either; or
-            if a rank has other bits.
+            and the plain step does not fit; or if the bits differ on any rank.
         RankError: If another rank failed, with its reason.
 
     Warns:

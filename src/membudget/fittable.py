@@ -74,9 +74,9 @@ def check_on_ranks(model: Module, fake: bool, has_host: bool) -> None:
         )
     if fake:
         raise OptionError(
-            f"several processes train {type(model).__name__}, and fit runs the step on "
-            "each of them: leave fake=True out; or plan in one process, by "
-            "profile(model, batch, mesh=...) of the model that is not sharded"
+            f"several processes train {type(model).__name__}, so fit runs real steps "
+            "on each of them: omit fake=True. To plan without the cluster, use "
+            "profile(model, batch, mesh=...) on the unsharded model in one process"
         )
 
 
@@ -102,10 +102,10 @@ def _check_processes(model: Module) -> None:
         sharding = f"DistributedDataParallel averages gradients over {replicas} ranks"
     if sharding is not None:
         raise OptionError(
-            f"several processes train {type(model).__name__}: {sharding}. Each would "
-            "plan from what it has met so far, and ranks whose steps differ wait for "
-            "each other forever. Make one plan for all: fit(model, batch, budget) on "
-            "every rank, with the largest batch of the loop"
+            f"several processes train {type(model).__name__}: {sharding}. With a plan "
+            "per rank, their collectives would no longer match and the ranks would "
+            "deadlock. Make one plan for all: call fit(model, batch, budget) on every "
+            "rank, with the largest batch of the loop"
         )
 
 
@@ -119,9 +119,9 @@ def _check_units(model: Module) -> None:
     if not is_replaceable(model):
         raise OptionError(
             f"{type(model).__name__} is sharded along several dimensions, or its "
-            "shards are on the host or no plain tensors, so its calls cannot be "
-            "recorded without memory. Make one plan for all ranks: fit(model, batch, "
-            "budget) on every rank, with the largest batch of the loop"
+            "shards are on the host or are not plain tensors, so its calls cannot be "
+            "recorded on fake tensors. Make one plan for all ranks: call fit(model, "
+            "batch, budget) on every rank, with the largest batch of the loop"
         )
 
 

@@ -27,8 +27,8 @@ from membudget.terms import term_off
 from membudget.text import format_bytes
 
 DOES_NOT_FIT = (
-    "the plain step ran out of memory, so it was recorded on fake tensors: the seconds "
-    "are estimated"
+    "the plain step ran out of memory, so it was recorded on fake tensors: times are "
+    "estimated"
 )
 
 NOT_COMPARED = (
@@ -41,7 +41,7 @@ MAPS_BLOCKS = (
     "the system when they are freed"
 )
 
-PRICED = "times the engine's usual overhead, as the timed forward shows"
+PRICED = "× the engine's usual overhead, as measured in the forward pass"
 
 _LINES = {
     DOES_NOT_FIT: ("profile", "fake"),
@@ -129,7 +129,7 @@ class Fitted:
             found = [note for note in self.profile.notes if note.startswith(start)]
             lines += [f"{what:10}{how:>12}  {note}" for note in found]
         if self.skipped:
-            lines.append(f"seconds   {'over':>12}  skipped: {', '.join(self.skipped)}")
+            lines.append(f"time      {'over':>12}  skipped: {', '.join(self.skipped)}")
         if before:
             took = ("too many" if a.ran_out else f"{a.peak_bytes:,}" for a in before)
             more = ", ".join(took)
@@ -140,7 +140,7 @@ class Fitted:
         if other:
             lines.append(
                 f"differs   {len(other):12}  regions ran other operators than planned, "
-                f"and keep less: {other[0] or 'the model'!r} first"
+                f"and may keep less: {other[0] or 'the model'!r} first"
             )
         if self.status().left_out:
             paths = ", ".join(repr(p or "the model") for p in self.status().left_out)
@@ -160,9 +160,9 @@ class Fitted:
             return []
         lines = [f"{'':10}{slowdown.median:12.3f}  {slowdown.how}"]
         if last.overhead_scale != 1.0:
-            lines.append(f"priced    {last.overhead_scale:12.2f}  {PRICED}")
+            lines.append(f"overhead  {last.overhead_scale:12.2f}  {PRICED}")
         off = term_off(self.profile, last, slowdown)
-        return [*lines, f"off       {off}"] if off else lines
+        return [*lines, f"error     {off}"] if off else lines
 
     def _kept_text(self) -> str:
         """Return what an error says that reports a failed allocation under the plan."""

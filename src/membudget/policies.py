@@ -5,9 +5,9 @@
 
 `Planned` is the policy of a plan, which is made from one recorded step. A later step
 may take a different path through the code, so that its operators differ from the
-plan's. The region then keeps no further outputs in that call, and counts the
-difference; the call stays exact and takes no additional memory. Stages of its backward
-pass begin at the counterparts of the plan's operators (`engine.alignment`).
+plan's. The region then keeps what it shares with the plan, recomputes the rest, and
+counts the difference; the call stays exact. Its operators, and the stages of its
+backward pass, are matched with the plan's by `engine.alignment`.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ class _PlannedCall(Policy):
     def _refuse(self, why: str) -> None:
         raise PlanError(
             f"the plan was made for {self._plan.made_for}, where {why}, because the "
-            "devices choose other kernels. Nothing of the plan is trusted: make it on "
-            "this device, by fit or by profile(..., fake=True)"
+            "devices choose different kernels. Make the plan on this device, by fit or "
+            "by profile(..., fake=True)"
         )
 
     def _differ(self, number: int, found: str) -> None:

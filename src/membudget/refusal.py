@@ -131,9 +131,10 @@ def explaining_shortage(
         predicted_bytes = peak_bytes + budget.before_bytes
         explained = OutOfMemoryError(
             f"an allocation failed {what} {predicted_bytes:,} bytes, although the "
-            f"budget is {budget}. The process or its device is limited to less: fit "
-            f"needs up to {budget.before_bytes:,} more on the host, to restore what "
-            "the step changes. Raise the limit, free memory, or give a smaller budget",
+            f"budget is {budget}. So the process or device has less memory than that: "
+            f"beside the step, fit needs up to {budget.before_bytes:,} bytes on the "
+            "host to restore what the step changes. Raise the limit, free memory, or "
+            "give a smaller budget",
             asked_bytes=budget.bytes_in_all,
             predicted_bytes=predicted_bytes,
         )

@@ -71,10 +71,10 @@ class Span:
             return
         if not frame.is_on_top() or self._surroundings != _surroundings():
             raise CheckpointError(
-                f"span {self._name!r} ends in other surroundings than it began in: a "
-                "context (autocast, no_grad, a mode, saved-tensor hooks) was opened "
-                "inside and is closed outside, or the other way round. Begin or end "
-                "the span elsewhere."
+                f"span {self._name!r} ends in a different context than it began in: a "
+                "context manager (autocast, no_grad, a mode, saved-tensor hooks) was "
+                "entered inside the span and is left outside, or vice versa. Begin or "
+                "end the span elsewhere."
             )
         frame.end()
         self._close()

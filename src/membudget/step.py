@@ -51,15 +51,15 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     tensors = [tensor for _, tensor in found if tensor.is_floating_point()]
     if not tensors:
         raise OptionError(
-            f"the model returned no floating tensor to make a loss of, but "
-            f"{type(output).__name__}; pass loss_fn(output, batch)"
+            f"the model returned a {type(output).__name__} without a floating-point "
+            "tensor, so there is no loss to compute; pass loss_fn(output, batch)"
         )
     sums = [tensor.float().sum().to(tensors[0].device) for tensor in tensors]
     plural = "" if len(sums) == 1 else "s"
     return (
         torch.stack(sums).sum(),
-        f"the sum of the output's {len(sums)} floating tensor{plural}, "
-        f"for want of a loss_fn",
+        f"the sum of the output's {len(sums)} floating-point tensor{plural} (no "
+        "loss_fn given)",
     )
 
 
@@ -267,8 +267,8 @@ def step_of(
         return Step(model, batch, loss_fn)
     if not callable(model) or batch is not ABSENT or loss_fn is not None:
         raise OptionError(
-            "modules= goes with a step, as in (step, modules=model), where step() runs "
-            "forward and backward"
+            "modules= is for a step function that runs forward and backward, as in "
+            "(step, modules=model)"
         )
     check_arguments(modules)
     return CallableStep(model, modules)

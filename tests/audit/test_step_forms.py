@@ -122,8 +122,8 @@ def test_parameters_of_the_loss_function_are_compared():
 @pytest.mark.parametrize(
     ("make", "loss_fn", "message"),
     [
-        (lambda y: y.argmax(), None, "returned no floating tensor"),
-        (lambda y: "text", None, "no floating tensor to make a loss of, but str"),
+        (lambda y: y.argmax(), None, "without a floating-point tensor"),
+        (lambda y: "text", None, "returned a str without a floating-point"),
         (lambda y: y, lambda y, _: y, r"it returned \[2, 4\]"),
         (lambda y: y, lambda y, _: 1.0, "it returned float"),
     ],

@@ -304,7 +304,9 @@ def test_a_step_that_calls_what_a_child_holds_is_told_so():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", mb.BudgetWarning)
-        with pytest.warns(mb.BudgetWarning, match="called neither it nor one"):
+        with pytest.warns(
+            mb.BudgetWarning, match="called neither the module itself nor one"
+        ):
             trainer_of(library, [BudgetCallback("1GiB")], max_epochs=1).fit(
                 Inside(), batches(2)
             )

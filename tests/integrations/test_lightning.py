@@ -159,7 +159,9 @@ def test_a_step_that_calls_none_of_them_is_told_so(begin):
     model = Both()
     callback = begin(model)
     model.encoder[0](torch.ones(2, 8)).sum().backward()
-    with pytest.warns(mb.BudgetWarning, match="called neither it nor one of its"):
+    with pytest.warns(
+        mb.BudgetWarning, match="called neither the module itself nor one of its"
+    ):
         callback.on_train_batch_end(None, model, None, None, 0)
     assert carrying(model) == []
     callback.on_train_batch_end(None, model, None, None, 1)  # Once is enough.

@@ -223,7 +223,9 @@ def test_a_plan_for_other_code_is_left_aside_with_a_warning(tmp_path):
     torch.manual_seed(0)
     model = activated(torch.sigmoid)()
     with (
-        pytest.warns(BudgetWarning, match="it is left aside, and every situation is"),
+        pytest.warns(
+            BudgetWarning, match="the saved plan is ignored, and every situation is"
+        ),
         mb.budget(model, "60%", plan=path) as fitted,
     ):
         train(model, [16])

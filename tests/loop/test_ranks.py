@@ -60,7 +60,7 @@ def test_a_budget_communicates_nothing(ranks: Reports, case: str) -> None:
     ("name", "refusal"),
     [
         ("FSDP1", "FSDP shards the parameters of"),
-        ("tensor parallel", "ranks whose steps differ wait for each other forever"),
+        ("tensor parallel", "no longer match and the ranks would deadlock"),
         ("FSDP2 and tensor parallel", "sharded along several dimensions"),
         ("copied", "sharded along several dimensions"),
         ("half", "call fully_shard(model), too, after its blocks"),

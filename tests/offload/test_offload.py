@@ -288,5 +288,5 @@ def test_the_status_names_what_happened() -> None:
     gradients(chain(), off, batch(), 3)
     text = str(off.status())
     assert "copied to the host" in text
-    assert "kept: asked for first" in text
+    assert "kept: needed first" in text
     assert is_cpu() or "back, ahead of time" in text

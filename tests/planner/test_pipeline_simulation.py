@@ -187,7 +187,7 @@ def test_ranks_that_would_wait_for_ever_are_refused() -> None:
     order = order_of("1F1B", 2, 2)
     without = tuple(a for a in order.ranks[0] if a.kind != "send_forward")
     stuck = replace(order, ranks=(without, order.ranks[1]))
-    with pytest.raises(OptionError, match="rank 0 waits for ever: nothing sends"):
+    with pytest.raises(OptionError, match="rank 0 deadlocks: no rank sends"):
         simulate_pipeline(stuck, [COSTS] * 2)
 
 

@@ -77,5 +77,5 @@ def test_a_model_without_its_batch_is_rejected():
 
 def test_a_step_with_a_batch_is_rejected():
     model, x = network()
-    with pytest.raises(OptionError, match="modules= goes with a step"):
+    with pytest.raises(OptionError, match="modules= is for a step function"):
         profile(lambda: None, x, modules=model)

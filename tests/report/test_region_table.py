@@ -58,7 +58,7 @@ def rows_of(table: str) -> list[list[str]]:
 def test_a_line_says_what_a_region_keeps_and_recomputes(found):
     table = region_table(found.graph, chosen(found, {"0": ("aten.addmm.default",)}))
 
-    head = ["region", "keeps", "recomputes", "operators", "kept", "of the step"]
+    head = ["region", "keeps", "recomputes", "operators", "kept", "time added"]
     titles, rule, *_ = table.splitlines()
     assert [cell.strip() for cell in titles.split("  ") if cell.strip()] == head
     assert set(rule) == {"─"}

@@ -147,12 +147,12 @@ def test_the_command_line_takes_a_share_of_activations(tmp_path: Path, capsys: A
     expected = Budget.of("100% of activations", found).step_bytes
     assert Plan.from_json(path).budget_bytes == expected
     assert main([*plan, "0.4"]) == FAILED
-    assert "write a share of the plain step's peak, such as '40%'" in (
+    assert "give a share of the plain step's peak, such as '40%'" in (
         capsys.readouterr().err
     )
 
 
-# Numbers that cannot be meant
+# Numbers that are mistakes
 
 
 class Never(nn.Linear):
@@ -165,25 +165,25 @@ class Never(nn.Linear):
 @pytest.mark.parametrize(
     ("budget", "words"),
     [
-        (0.4, r"0\.4 bytes cannot be meant: .* such as '40%', or bytes in all"),
-        ("0.4", r"'0\.4' bytes cannot be meant: .* such as '40%', or bytes in all"),
-        (1.0, r"cannot be meant: .* such as '100%'"),
-        (1, r"cannot be meant: .* such as '100%'"),
-        (0, r"0 bytes cannot be meant: .* such as '40%', or bytes .* '8GiB'"),
-        ("0", r"'0' bytes cannot be meant"),
-        ("0 GiB", r"'0 GiB' bytes cannot be meant"),
-        ("0.1B", r"'0\.1B' bytes cannot be meant"),
+        (0.4, r"0\.4 bytes is probably a mistake: .* such as '40%', or a total"),
+        ("0.4", r"'0\.4' bytes is probably a mistake: .* such as '40%', or a"),
+        (1.0, r"is probably a mistake: .* such as '100%'"),
+        (1, r"is probably a mistake: .* such as '100%'"),
+        (0, r"0 bytes is probably a mistake: .* such as '40%', or .* '8GiB'"),
+        ("0", r"'0' bytes is probably a mistake"),
+        ("0 GiB", r"'0 GiB' bytes is probably a mistake"),
+        ("0.1B", r"'0\.1B' bytes is probably a mistake"),
         (-5, "a size is a number of bytes, such as '8GiB'; got -5"),
         (-0.4, r"a size is a number of bytes, such as '8GiB'; got -0\.4"),
-        ("140%", "at most 100, .* got '140%'. Write more .* in bytes, such as '8GiB'"),
-        ("-40%", "more than 0 and at most 100"),
-        ("0% of activations", "more than 0 and at most 100"),
+        ("140%", "at most 100, .* got '140%'. For more .* give bytes, such as '8GiB'"),
+        ("-40%", "above 0 and at most 100"),
+        ("0% of activations", "above 0 and at most 100"),
         ("40% of the peaks", "such as '40%' or '40% of activations'; got '40% of the"),
         ("40% 50%", "such as '40%' or '40% of activations'"),
-        ("nan%", "more than 0 and at most 100"),
+        ("nan%", "above 0 and at most 100"),
     ],
 )
-def test_a_number_that_cannot_be_meant_is_refused_before_any_work(budget, words):
+def test_a_number_that_is_a_mistake_is_refused_before_any_work(budget, words):
     with pytest.raises(OptionError, match=words):
         fit(Never(4, 4), torch.ones(2, 4), budget)
     found = mb.profile(nn.Linear(4, 4), torch.ones(2, 4), fake=True)

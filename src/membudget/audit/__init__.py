@@ -201,7 +201,7 @@ def _audit_step(
     variants = [v for v in (plain, budgeted) if isinstance(v, Module)]
     if modules is None and not variants:
         raise OptionError(
-            "name the modules that the step trains, modules=model, or there are no "
+            "pass the modules that the step trains, modules=model, or there are no "
             "gradients to compare; modules=() compares only what the step returns"
         )
 

@@ -59,9 +59,9 @@ class Policy:
         """Warn if a selective policy kept none of the outputs of a call."""
         if self.expects_to_keep and operators and not kept:
             warnings.warn(
-                "the policy of a selective region kept the output of none of its "
-                f"{operators} operators. A policy function sees overloads, such as "
-                "torch.ops.aten.mm.default; compare with those, or give a list, in "
+                f"the policy of a selective region kept none of its {operators} "
+                "operators' outputs. A policy function sees overloads such as "
+                "torch.ops.aten.mm.default: compare with those, or pass a list, in "
                 "which torch.ops.aten.mm stands for all of its overloads.",
                 stacklevel=5,
             )

@@ -2,8 +2,8 @@
 
 trainer = Trainer(..., callbacks=[BudgetCallback("20GiB")])
 
-`training_step` is no forward: it calls the LightningModule, or modules that this holds.
-Which of the two it does is known when it first calls one.
+`training_step` is not a forward: it calls the LightningModule or some of its children.
+Which of them is only known once it makes its first call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _callback_class() -> type:
 class BudgetCallback:
     """Opens a budget in the first `training_step`, and closes it after the last.
 
-    An instance is one of Lightning's `Callback`, too.
+    Instances are also instances of Lightning's `Callback`.
 
     Attributes:
         fitted: What `budget` returned, with `status()` and `report()`; `None` before
@@ -117,9 +117,9 @@ class BudgetCallback:
         if self._waiting:
             self._wait_no_more()
             warnings.warn(
-                f"{type(pl_module).__name__}.training_step called neither it nor one "
-                "of its children, so no budget is held: give BudgetCallback the names "
-                "of the modules that it calls, as modules=[...]",
+                f"{type(pl_module).__name__}.training_step called neither the module "
+                "itself nor one of its children, so no budget applies: pass "
+                "BudgetCallback the names of the modules that it calls, modules=[...]",
                 BudgetWarning,
                 stacklevel=2,
             )

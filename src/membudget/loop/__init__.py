@@ -51,7 +51,7 @@ def budget(
     host: int | str | None = None,
     offload: Offloading = "auto",
 ) -> Budgeted:
-    """Hold the training loop in the context to a number of bytes, unchanged.
+    """Keep the training loop inside the context within a number of bytes, unmodified.
 
     Each call of the model that a backward pass may follow is planned before it runs: it
     is recorded on fake tensors, and the fastest plan that fits what is left is put on
@@ -63,16 +63,16 @@ def budget(
         model: The module whose forward the loop calls, or several, as for a GAN. In
             DistributedDataParallel, or sharded by `fully_shard`, each rank plans for
             its own micro-batches.
-        budget: Total bytes, as a number or `"20GiB"`, that live tensors may take on the
-            model's device, whoever holds them. `"40%"` means 40 % of what the plain
-            micro-batch takes above that, `"40% of activations"` its gradients plus
-            40 % of the rest.
+        budget: Total bytes of live tensors allowed on the model's device, whatever
+            holds them, as a number or `"20GiB"`. `"40%"` allows 40 % of what the plain
+            micro-batch adds to the bytes live before it; `"40% of activations"` allows
+            its gradients plus 40 % of the rest.
         optimizer: The optimizer, whose state and temporaries then count from the first
             micro-batch on. By default, it is noticed when it first steps.
-        on_exceed: What to do about a micro-batch whose smallest plan is over budget:
-            `"raise"` a `BudgetError` before its forward begins, `"warn"` and run it
-            under the smallest plan, or warn and run it `"plain"`. Likewise about a call
-            without gradients, which has no plan.
+        on_exceed: What to do if even the smallest plan for a micro-batch is over
+            budget: `"raise"` raises a `BudgetError` before the forward, `"warn"` warns
+            and uses the smallest plan, `"plain"` warns and runs without a plan. Calls
+            without gradients, which have no plan, are treated likewise.
         verify: Share of micro-batches in which recomputed tensors are compared with the
             dropped ones, by fingerprints. Besides these, the first one of each kind is
             verified, and of its further sizes the 2nd, 4th, 8th, ...
@@ -89,9 +89,9 @@ def budget(
         `save()`.
 
     Raises:
-        OptionError: If the budget is neither bytes nor a share, `on_exceed` is unknown,
-            `verify` is no share, `host` is no number of bytes, or a model is on the CPU
-            and `host` is given.
+        OptionError: If the budget is neither a size nor a share, `on_exceed` is
+            unknown, `verify` is not in (0, 1], `host` is not a positive size, or `host`
+            is given for a model on the CPU.
         PlanError: If the plan was saved for other parameters, another device or another
             torch, or is not whole.
 

@@ -134,9 +134,9 @@ class Budgeted:
         """
         if self._ranks > 1:
             raise OptionError(
-                f"{self._ranks} ranks train the model together, and step() would run a "
-                "micro-batch again on one of them alone, whose collectives no other "
-                "rank answers: call the model in the loop"
+                f"{self._ranks} ranks train the model together. step() would repeat a "
+                "micro-batch on one of them alone, and its collectives would wait for "
+                "the others forever: call the model in the loop instead"
             )
         result, retries = run_until_done(function, self._roots)
         self._retries += retries

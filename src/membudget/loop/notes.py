@@ -12,18 +12,17 @@ MOST_NAMED = 3
 """How many regions a note names."""
 
 OUT_OF_REACH = (
-    "the model was called where regions cannot take what autograd saves, in a "
-    "transform of torch.func or the capture of a graph: it ran without a plan, and "
-    "nothing bounds what that takes"
+    "a call of the model ran without a plan, and is not bounded: saved-tensor hooks do "
+    "not work there (inside a torch.func transform, or while a CUDA graph is captured)"
 )
 
 
 def unrecordable(model: Module, why: str) -> str:
     """Say of a model that it does not run on fake tensors."""
     return (
-        f"{type(model).__name__} cannot be recorded without memory ({why}), so no plan "
-        "is made: every block is recomputed, and whether that is within the budget is "
-        "measured, not known before"
+        f"{type(model).__name__} cannot be recorded on fake tensors ({why}), so there "
+        "is no plan: every block is recomputed, and whether that fits is measured, not "
+        "predicted"
     )
 
 
@@ -43,6 +42,6 @@ def not_followed(differences: Counter[str]) -> str:
         return ""
     more = f", and in {len(named) - MOST_NAMED} more" if named[MOST_NAMED:] else ""
     return (
-        "calls that ran other operators than planned kept nothing from there on, in "
-        f"{', '.join(named[:MOST_NAMED])}{more}"
+        "calls that ran other operators than planned may have kept less than their "
+        f"plan, in {', '.join(named[:MOST_NAMED])}{more}"
     )

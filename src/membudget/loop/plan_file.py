@@ -65,10 +65,10 @@ class PlanFile:
                 root.casts.direct_reads = of.direct_reads
         elif known:
             warnings.warn(
-                "the plan was saved with other code or attributes of the model, "
-                "another optimizer, other settings or versions, with a host's memory "
-                "or without, or on another machine: it is left aside, and every "
-                "situation is recorded anew",
+                "the saved plan is ignored, and every situation is recorded again: it "
+                "was saved with different model code or attributes, another optimizer, "
+                "other settings, versions or machine, or a different use of host "
+                "memory",
                 BudgetWarning,
                 stacklevel=4,
             )

@@ -97,9 +97,15 @@ class LoopStatus:
         )
         lines = [
             f"budget    {self.budget}",
-            f"switches  {self.switches} plans replaced",
+            f"replaced  {_counted(self.switches, 'plan')}",
         ]
         lines += [f"note      {note}" for note in self.notes]
         if self.retries:
-            lines.append(f"retries   {self.retries} micro-batches found no memory")
+            lines.append(
+                f"retries   {_counted(self.retries, 'micro-batch', 'es')} ran again"
+            )
         return "\n".join([*lines, "", rendered(titles, rows, left=2)])
+
+
+def _counted(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{ending if number != 1 else ''}"

@@ -231,29 +231,29 @@ def offload(
     Copies run beside the device's work. The first step notes the order in which its
     backward pass asks for what was saved; later steps of the same sizes copy back in
     that order, ahead of time, and keep on the device what is asked for first. Values
-    are bitwise those of the plain step: dropped is nothing, and copied are whole
-    storages, once for all tensors that view one.
+    are bitwise those of the plain step: nothing is recomputed. Storages are copied
+    whole, once for all tensors that view one.
 
     Args:
         host: Bytes of host memory, allocated once, page-locked where there is an
-            accelerator. Where it is full, tensors stay on the device. Without it, at
-            most half of what the host has, allocated as it is needed.
-        window: Bytes on the device for what is on its way out, was copied back ahead of
-            time, or is kept because it is asked for first.
+            accelerator. Where it is full, tensors stay on the device. Without it, up
+            to half of the host's memory, allocated on demand.
+        window: Device bytes for storages that are being copied out, were prefetched, or
+            stay because the backward pass needs them first.
         first: Bytes of the window for what is asked for first; by default half of it. 0
             where a plan decides what stays.
         smallest: Storages of fewer bytes stay on the device. So do parameters, tensor
             subclasses, and tensors that are not strided.
-        disk: Bytes of a file, made once, to which goes what was saved first when the
-            host is full. It has no name, so that nothing is left of it, however the
-            process ends.
+        disk: Bytes of a file, created once. When host memory is full, the storages
+            saved first move on to it. The file has no name, so it disappears with the
+            process.
         folder: Where the file is; by default where temporary files are.
 
     Returns:
         A context manager. Make one, and enter it in every step.
 
     Raises:
-        OptionError: If a number of bytes is none.
+        OptionError: If a size is not a valid number of bytes.
 
     Note:
         On a machine without an accelerator, tensors are copied from host memory to host

@@ -42,7 +42,7 @@ class OffloadStatus:
             ("  and on to the disk", self.spilled_bytes),
             ("  back, ahead of time", self.ahead_bytes),
             ("  back, when asked for", self.late_bytes),
-            ("kept: asked for first", self.first_bytes),
+            ("kept: needed first", self.first_bytes),
             ("kept: live anyway", self.living_bytes),
             ("kept: no room on host", self.full_bytes),
         )

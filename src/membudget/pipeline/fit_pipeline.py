@@ -102,9 +102,9 @@ def _count(ranks: int | None, group: dist.ProcessGroup | None) -> int:
         return ranks
     if not dist.is_initialized():
         raise OptionError(
-            "no process group is there whose ranks could run the stages: call "
-            "torch.distributed.init_process_group() first, or give ranks=, the number "
-            "of ranks to plan for"
+            "torch.distributed is not initialised, so the number of ranks is unknown: "
+            "call torch.distributed.init_process_group() first, or pass ranks=, the "
+            "number of ranks to plan for"
         )
     return dist.get_world_size(group)
 

@@ -144,7 +144,7 @@ class _PlayedOrder:
         if stuck := [r for r in ranks if self._next[r] < len(self._order.ranks[r])]:
             action = self._order.ranks[stuck[0]][self._next[stuck[0]]]
             raise OptionError(
-                f"rank {stuck[0]} waits for ever: nothing sends what its action "
+                f"rank {stuck[0]} deadlocks: no rank sends what its action "
                 f"{self._next[stuck[0]]}, {action.kind} of stage {action.stage} for "
                 f"micro-batch {action.micro_batch}, needs"
             )

@@ -179,8 +179,9 @@ class Plan:
         version = field_of(data, "version", int, "plan")
         if version not in READ:
             raise PlanError(
-                f"this membudget reads plans of version {VERSION}; this one has "
-                f"version {version}: make the plan again"
+                "this membudget reads plan files of versions "
+                f"{' and '.join(map(str, READ))}; this one has version {version}: "
+                "make the plan again"
             )
         regions = data.get("regions")
         if version != VERSION and isinstance(regions, list):

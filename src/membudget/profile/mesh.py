@@ -74,8 +74,8 @@ def check_for_mesh(step: Step, optimizer: OptimizerLike, fake: bool | None) -> N
     """
     if fake is False:
         raise OptionError(
-            "the processes of a mesh do not exist, so the step is a fake one: leave "
-            "fake=False out, or the mesh"
+            "mesh= simulates processes that do not exist, so the step must run on fake "
+            "tensors: omit fake=False or mesh="
         )
     if isinstance(step, CallableStep):
         raise OptionError(

@@ -57,7 +57,7 @@ def head(
     Example:
         >>> plan = Plan("GPT", (), 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
         >>> print(head(plan, 1990))
-        GPT: 0 regions, seconds cpu
+        GPT: 0 regions, times cpu
         budget         2.0 KiB  above what is in use before the step
         plain          4.0 KiB  peak of the plain step
         predicted      2.0 KiB  peak under the plan
@@ -66,7 +66,7 @@ def head(
     """
     count = len({region.path for region in plan.regions})
     lines = [
-        f"{plan.model}: {count} region{'' if count == 1 else 's'}, seconds {plan.cost}",
+        f"{plan.model}: {count} region{'' if count == 1 else 's'}, times {plan.cost}",
         f"budget    {_bytes(plan.budget_bytes)}  above what is in use before the step",
         f"plain     {_bytes(plan.plain_peak_bytes)}  peak of the plain step"
         f"{_unlike(plan.plain_peak_bytes, profile_bytes)}",

@@ -28,7 +28,7 @@ def region_table(graph: StepGraph, schedule: Schedule) -> str:
     regions = [_region_line(graph, c.path, choice, again, share) for c, choice in pairs]
     # Adjacent regions with the same content share a row, which sums their costs.
     rows = [_row(list(alike), graph) for _, alike in groupby(regions, key=_content)]
-    titles = ["region", "keeps", "recomputes", "operators", "kept", "of the step"]
+    titles = ["region", "keeps", "recomputes", "operators", "kept", "time added"]
     wait_s, waits = schedule.simulation.moves.wait_s, ""
     if schedule.simulation.moves.out_bytes:
         titles.append("moves to the host")

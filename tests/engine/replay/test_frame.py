@@ -111,7 +111,7 @@ def test_a_policy_function_that_keeps_nothing_is_warned_of():
         )
         y.sum().backward()
 
-    with pytest.warns(UserWarning, match="kept the output of none of its 2 operators"):
+    with pytest.warns(UserWarning, match="kept none of its 2 operators' outputs"):
         run([torch.ops.aten.mm])
     run([torch.ops.aten.sin])
 
