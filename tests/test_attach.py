@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -47,6 +49,22 @@ class Noting:
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
         self.calls.append((args, kwargs))
         return function(*args, **kwargs)
+
+
+def test_a_class_is_freed_with_its_last_module():
+    def carried() -> weakref.ref[Any]:
+        class Local(nn.Linear):
+            """A class of one function."""
+
+        module = Local(3, 3)
+        put_region(module, RegionOptions())
+        remove_region(module)
+        return weakref.ref(Local)
+
+    reference = carried()
+    gc.collect()  # The generated class,
+    gc.collect()  # then that of which it was made.
+    assert reference() is None
 
 
 def test_the_class_of_a_module_with_a_region_reads_as_its_own():

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         Regions,
         collect_regions,
         disable_checkpointing,
-        execution_group,
         is_recomputing,
     )
+    from membudget.engine.groups import execution_group
     from membudget.engine.region import checkpoint
     from membudget.engine.replay.recorder import name, opaque
     from membudget.engine.sequential import checkpoint_sequential
@@ -125,9 +125,9 @@ _HOMES = {
     "membudget.engine.region": ("checkpoint",),
     "membudget.engine.replay.recorder": ("name", "opaque"),
     "membudget.engine.controls": (
-        *("Regions", "collect_regions", "disable_checkpointing", "execution_group"),
-        "is_recomputing",
+        *("Regions", "collect_regions", "disable_checkpointing", "is_recomputing"),
     ),
+    "membudget.engine.groups": ("execution_group",),
     "membudget.engine.sequential": ("checkpoint_sequential",),
     "membudget.errors": tuple(
         name for name in __all__ if name.endswith(("Error", "Warning"))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch.compiler import is_compiling
@@ -32,7 +32,8 @@ _KEY = "_membudget_region"
 _REPLACED = "_membudget_replaced_forward"
 """Where a forward waits that was set on the instance: it would hide the region."""
 
-_CLASSES: WeakKeyDictionary[type[Module], type[Module]] = WeakKeyDictionary()
+# By the class of the user's, which the generated class holds as its base.
+_CLASSES: WeakValueDictionary[type[Module], type[Module]] = WeakValueDictionary()
 
 
 class Carried(Protocol):

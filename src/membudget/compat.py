@@ -36,12 +36,12 @@ from membudget._torch import torch_wrapping
 from membudget.attach import carried_by, put_region
 from membudget.engine import sequential
 from membudget.engine.controls import (
-    GraphExecGroup,
     disable_checkpointing,
     is_recomputing,
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
 )
+from membudget.engine.groups import GraphExecGroup
 from membudget.engine.options import ContextPair, checked_options
 from membudget.engine.region import run_region
 from membudget.engine.torch_form import (

@@ -204,6 +204,15 @@ def test_what_lies_deeper_in_a_container_is_made_again_if_it_changed():
     assert made == {"a": [3]}
 
 
+def test_a_dict_in_which_a_key_was_exchanged_is_made_again():
+    options = {"flag": True}
+    held = HeldArguments((options,), {})
+    options["used"] = options.pop("flag")
+    assert held.rebuild()[0] == [{"flag": True}]
+    options["flag"] = options.pop("used")
+    assert held.rebuild()[0][0] is options
+
+
 def test_a_container_in_which_an_item_was_exchanged_is_made_again():
     numbers = [1.5, 2.5]
     held = HeldArguments((numbers,), {})

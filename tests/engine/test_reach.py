@@ -347,6 +347,23 @@ def test_a_function_with_a_default_or_a_global_reaches_it():
     assert tensors(lambda x: x * FIRST) == ids(FIRST)
 
 
+def test_a_number_that_becomes_a_tensor_is_found():
+    model, scale = nn.Tanh(), torch.ones(3)
+    model.scale = 1.0  # type: ignore[assignment]
+    assert tensors(model) == ids()
+    model.scale = scale
+    assert tensors(model) == ids(scale)
+
+
+def test_an_attribute_in_place_of_another_is_found():
+    model, scale = nn.Tanh(), torch.ones(3)
+    model.number = 1.0  # type: ignore[assignment]
+    assert tensors(model) == ids()
+    del model.number
+    model.scale = scale
+    assert tensors(model) == ids(scale)
+
+
 def test_the_attributes_of_a_module_are_forgotten_with_it():
     model = nn.Tanh()
     reach(model)

@@ -132,3 +132,15 @@ def test_users_may_replace_any_name_of_their_own_files(package, monkeypatch):
 
 def test_modules_of_torch_name_nothing():
     assert slots.class_slots(nn.Linear) == ([], False)
+
+
+def test_namespaces_of_code_that_ran_long_ago_are_dropped(monkeypatch):
+    monkeypatch.setattr(slots, "_MOST_CODES", 3)
+    before = dict(slots.CODE_SLOTS)
+    slots.CODE_SLOTS.clear()
+    for _ in range(5):
+        namespace: dict[str, Any] = {"weight": torch.ones(2)}
+        exec("def scaled(x): return x * weight", namespace)
+        assert reach(namespace["scaled"]).tensors == [namespace["weight"]]
+    assert len(slots.CODE_SLOTS) == 3
+    slots.CODE_SLOTS.update(before)

@@ -58,16 +58,18 @@ class _HeldContainer:
 class _PlainContainer(_HeldContainer):
     """A container argument without tensors, rebuilt only if it was changed."""
 
-    __slots__ = ("original",)
+    __slots__ = ("names", "original")
 
     def __init__(self, original: Any, items: list[Any]):
         super().__init__(id(original), items, _maker(original))
+        self.names = _names_in(original)
         self.original = original
 
     def rebuild(self, memo: Memo) -> Any:
         # By identity: `==` on an arbitrary item might run user code.
-        now = [item for _, item in _entries(self.original)]
-        same = len(now) == len(self.items) and all(map(is_, now, self.items))
+        before = (*self.names, *self.items)
+        now = (*_names_in(self.original), *(i for _, i in _entries(self.original)))
+        same = len(now) == len(before) and all(map(is_, now, before))
         return self.original if same else super().rebuild(memo)
 
 
@@ -211,6 +213,12 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
         )
     else:
         yield from enumerate(value)
+
+
+def _names_in(value: Any) -> list[Any]:
+    """Return the keys or attributes of a container whose items have names."""
+    has_names = isinstance(value, dict) or _is_record(value)
+    return [name for name, _ in _entries(value)] if has_names else []
 
 
 def _maker(value: Any) -> Callable[[Any], Any]:

@@ -4,25 +4,18 @@ A *switch*, a setting for one block in one thread, is an attribute of a
 `threading.local`, so that it is cheap to read. A region reads its settings only in its
 forward; changing them around the backward pass does not affect earlier regions.
 
-By default, each recomputed tensor is dropped once autograd has unpacked it, and unused
-recomputed tensors are dropped when the backward pass ends; a later backward pass over
-the same graph recomputes them. Inside an *execution group*, recomputed tensors stay
-until the group ends (or autograd frees the graph), so that several backward passes
-recompute each region at most once. `collect_regions` lets a program recompute regions
-before a backward pass needs them.
+`collect_regions` lets a program recompute regions before a backward pass needs them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import Any, Protocol
-from weakref import ReferenceType, ref
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
 
-from membudget._torch import at_end_of_backward, current_graph_task_id
-from membudget.errors import CheckpointError
+from membudget.engine.groups import Frames, Recomputable
 
 
 class _Switches(threading.local):
@@ -123,125 +116,6 @@ def is_recomputing() -> bool:
     return threading.get_ident() in RECOMPUTING
 
 
-class Recomputable(Protocol):
-    """One call of a region, which can recompute its dropped tensors."""
-
-    def recompute(self) -> None:
-        """Recompute every dropped tensor now."""
-
-    def release(self) -> None:
-        """Free the recomputed tensors that autograd has not unpacked."""
-
-
-_Frames = list["ReferenceType[Recomputable]"]
-
-# Frames that recomputed in a backward pass, keyed by graph task id. A failed backward
-# never calls back; its entry holds only weak references, and later entries evict it.
-BY_BACKWARD: dict[int, _Frames] = {}
-
-_MOST_BACKWARDS = 64
-
-# The open groups: while there are any, recomputed tensors stay. The list is
-# process-wide, because autograd recomputes on threads of its own, which must see it.
-OPEN_GROUPS: list[_Frames] = []
-
-_OUTSIDE_BACKWARD = -1
-
-
-@contextmanager
-def execution_group() -> Iterator[None]:
-    """Recompute each region at most once across all backward passes in the block.
-
-    Several backward passes over one graph (one loss after another, or gradients of the
-    inputs first and of the weights later) share the recomputed tensors. Recomputed
-    tensors stay in memory until the group ends, or until autograd frees their graph.
-
-    Example:
-        >>> import membudget as mb, torch
-        >>> x = torch.ones(3, requires_grad=True)
-        >>> y = mb.checkpoint(lambda x: x.sin().exp(), x)
-        >>> with mb.execution_group():
-        ...     y[0].backward(retain_graph=True)
-        ...     y[1].backward()
-    """
-    frames: _Frames = []
-    OPEN_GROUPS.append(frames)
-    try:
-        yield
-    finally:
-        OPEN_GROUPS.remove(frames)
-        if not OPEN_GROUPS:
-            _release(frames)
-        else:  # The enclosing group keeps them.
-            OPEN_GROUPS[-1].extend(frames)
-
-
-def release_in_time(frame: Recomputable) -> bool:
-    """Schedule the release of the tensors that one region call recomputed.
-
-    Returns:
-        Whether a release was scheduled (only in execution groups and backward passes).
-    """
-    if OPEN_GROUPS:
-        OPEN_GROUPS[-1].append(ref(frame))
-        return True
-    task = current_graph_task_id()
-    if task == _OUTSIDE_BACKWARD:
-        return False
-    frames = BY_BACKWARD.get(task)
-    if frames is None:
-        frames = BY_BACKWARD[task] = []
-        at_end_of_backward(lambda: _release(BY_BACKWARD.pop(task, [])))
-        if len(BY_BACKWARD) > _MOST_BACKWARDS:  # Task ids increase: drop the oldest.
-            del BY_BACKWARD[min(BY_BACKWARD)]
-    frames.append(ref(frame))
-    return True
-
-
-def _release(frames: _Frames) -> None:
-    for reference in frames:
-        frame = reference()
-        if frame is not None:
-            frame.release()
-
-
-class GraphExecGroup:
-    """Recompute each region at most once across all backward passes in the block.
-
-    This replacement for `torch.utils.checkpoint.GraphExecGroup` also allows overlapping
-    backward passes. A `GraphExecGroup` cannot be nested in another.
-    """
-
-    def __init__(self) -> None:
-        """Create an execution group, to be opened by a `with` statement."""
-        self._group: AbstractContextManager[None] | None = None
-
-    def __enter__(self) -> GraphExecGroup:
-        """Open the execution group.
-
-        Raises:
-            CheckpointError: Another execution group is already open.
-        """
-        if OPEN_GROUPS:
-            raise CheckpointError(
-                "GraphExecGroup contexts cannot be nested; leave the outer one first"
-            )
-        self._group = execution_group()
-        self._group.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the execution group and free its recomputed tensors."""
-        if self._group is not None:
-            self._group.__exit__(kind, error, trace)
-            self._group = None
-
-
 class Regions:
     """The regions that ran inside a `collect_regions` block, weakly referenced.
 
@@ -252,7 +126,7 @@ class Regions:
 
     def __init__(self) -> None:
         """Create an empty collection of regions."""
-        self._frames: _Frames = []
+        self._frames: Frames = []
 
     def add(self, frame: Recomputable) -> None:
         """Add a region whose forward has run."""

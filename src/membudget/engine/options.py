@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from types import FunctionType
 from typing import Any, Literal, get_args
 
 from membudget.engine.candidate import Answer
 from membudget.engine.elsewhere import may_offload
-from membudget.engine.policy import Policy, as_policy
+from membudget.engine.policy import Policy, Predicate, as_policy
 from membudget.errors import OptionError
 from membudget.offload import Offload
 
@@ -208,10 +209,21 @@ def take_options(kwargs: dict[str, Any]) -> RegionOptions:
     keep = given.get("keep")
     if "offload" in given or (isinstance(keep, Policy) and may_offload(keep)):
         return RegionOptions(**given)  # Remembered, they would keep the host memory.
+    if not all(map(_holds_nothing, given.values())):
+        return RegionOptions(**given)
     try:
         return _remembered(**given)
     except TypeError:  # An unhashable value.
         return RegionOptions(**given)
+
+
+def _holds_nothing(value: Any) -> bool:
+    """Return whether remembering an option's value would keep no object alive."""
+    if isinstance(value, Policy):
+        return not any(issubclass(kind, Predicate) for kind in value.kinds)
+    if isinstance(value, FunctionType):
+        return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+    return not callable(value)
 
 
 # A call site passes the same options each time, and validating them takes 3 µs.

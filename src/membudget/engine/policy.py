@@ -19,6 +19,7 @@ from typing import Any
 
 from membudget.engine.alignment import Alignment
 from membudget.engine.candidate import Answer, Candidate
+from membudget.engine.policy_key import policy_key
 from membudget.engine.stages import Stages
 from membudget.errors import OptionError
 from membudget.offload import Offload
@@ -175,10 +176,18 @@ class _Inside(Policy):
 
 
 @dataclass(frozen=True)
-class _Predicate(Policy):
-    function: Callable[[Candidate], Any]
+class Predicate(Policy):
+    """Keeps the outputs that a function of the user's selects."""
+
+    function: Callable[..., Any]
+
+    @property
+    def key(self) -> Hashable:
+        """What functions share that are made anew in each call."""
+        return type(self), policy_key(self.function)
 
     def keeps(self, candidate: Candidate) -> Answer:
+        """Return the function's answer."""
         answer = self.function(candidate)
         return answer if isinstance(answer, Offload) else bool(answer)
 
@@ -280,7 +289,7 @@ def as_policy(keep: Any) -> Policy:
     if isinstance(keep, str):
         return inside(keep)
     if callable(keep):
-        return _Predicate(keep)
+        return Predicate(keep)
     if isinstance(keep, Iterable):
         patterns = tuple(keep)
         if patterns and all(isinstance(pattern, str) for pattern in patterns):

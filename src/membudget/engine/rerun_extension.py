@@ -16,13 +16,9 @@ from membudget.callsite import fills_what_it_saved
 from membudget.engine import isolation, native
 from membudget.engine.arguments import FIRST, HeldArguments
 from membudget.engine.calls import Calls, Owner
-from membudget.engine.controls import (
-    BY_BACKWARD,
-    OPEN_GROUPS,
-    RECOMPUTING,
-    release_in_time,
-)
+from membudget.engine.controls import RECOMPUTING
 from membudget.engine.families import INERT
+from membudget.engine.groups import BY_BACKWARD, OPEN_GROUPS, release_in_time
 from membudget.engine.held import HeldTensor
 from membudget.engine.native import RERUN
 from membudget.engine.options import RegionOptions, Statistics

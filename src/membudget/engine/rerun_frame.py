@@ -21,11 +21,8 @@ from membudget._torch import (
 from membudget.engine import isolation
 from membudget.engine.arguments import packed_arguments
 from membudget.engine.comparison import Fingerprints
-from membudget.engine.controls import (
-    OPEN_GROUPS,
-    RECOMPUTING,
-    release_in_time,
-)
+from membudget.engine.controls import RECOMPUTING
+from membudget.engine.groups import OPEN_GROUPS, release_in_time
 from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.native import RERUN

@@ -34,6 +34,9 @@ _ANY = 1_000_000
 
 CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
 
+# Slots hold the namespaces of code that was run by `exec`; the oldest are dropped.
+_MOST_CODES = 4096
+
 
 def global_slots(function: types.FunctionType) -> Slots:
     """Return the slots that a function's code refers to."""
@@ -42,6 +45,8 @@ def global_slots(function: types.FunctionType) -> Slots:
     if known is None:
         # Keep the code object alive, so that its `id` is not reused.
         known = CODE_SLOTS[id(code)] = (code, _followed([function]))
+        if len(CODE_SLOTS) > _MOST_CODES:
+            del CODE_SLOTS[next(iter(CODE_SLOTS))]
     return known[1]
 
 
@@ -140,7 +145,7 @@ def _named_globals(
         yield namespace, key
 
 
-@functools.cache
+@functools.lru_cache(_MOST_CODES)
 def class_slots(kind: type) -> tuple[Slots, bool]:
     """Return the globals that a class's methods refer to, and whether a user wrote it.
 
@@ -160,28 +165,25 @@ def class_slots(kind: type) -> tuple[Slots, bool]:
 
 
 def attribute_names(module: Module, attributes: dict[str, Any]) -> list[str]:
-    """Return names of a module's attributes that may hold tensors or other objects.
+    """Return the names of a module's own attributes, whatever they hold now.
 
-    The result is cached until the module's number of attributes changes. The result
-    includes attributes that are `None`, because these may be set to a tensor later.
+    What holds a number may hold a tensor later. The names are cached until an attribute
+    is added or deleted.
     """
     # Not a WeakKeyDictionary, which takes 0.6 µs to look up a module.
     number = id(module)
     known = ATTRIBUTES.get(number)
-    if known is not None and known[0] == len(attributes):
+    everything = [*attributes]
+    if known is not None and known[0] == everything:
         return known[1]
-    names = [
-        key
-        for key, item in attributes.items()
-        if key not in _MODULE_INTERNALS and (item is None or type(item) not in INERT)
-    ]
+    names = [key for key in everything if key not in _MODULE_INTERNALS]
     forget = ATTRIBUTES.pop  # At interpreter exit the global name may be gone.
     death = ref(module, lambda _: forget(number, None))
-    ATTRIBUTES[number] = (len(attributes), names, death)
+    ATTRIBUTES[number] = (everything, names, death)
     return names
 
 
 _MODULE_INTERNALS = frozenset(Module().__dict__)
 
-# By `id`; an entry is deleted when its module dies.
-ATTRIBUTES: dict[int, tuple[int, list[str], ReferenceType[Module]]] = {}
+# All names and a module's own, by `id`; an entry is deleted when its module dies.
+ATTRIBUTES: dict[int, tuple[list[str], list[str], ReferenceType[Module]]] = {}

@@ -44,7 +44,7 @@ from membudget._torch import (
 from membudget.engine.candidate import Answer, Candidate
 from membudget.engine.messages import module_names
 from membudget.engine.options import OPTION_NAMES, ContextPair
-from membudget.engine.policy import Policy, as_policy, reads_names
+from membudget.engine.policy import Policy, Predicate, as_policy, reads_names
 from membudget.errors import OptionError, OptionTypeError
 from membudget.offload import shared_offload
 
@@ -114,7 +114,8 @@ class _FunctionPolicy(TorchPolicy):
         self._function = policy.function
 
     def __call__(self, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
-        return self._function(*args, **kwargs)
+        answer: CheckpointPolicy | bool = self._function(*args, **kwargs)
+        return answer
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,9 @@ class _Overloads(Policy):
 
 
 @dataclass(frozen=True)
-class _Function(Policy):
+class _Function(Predicate):
     """Keeps the outputs that a policy function with torch's signature selects."""
 
-    function: PolicyFunction
     expects_to_keep = True
 
     def keeps(self, candidate: Candidate) -> Answer:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from membudget._torch_pipelining import OrderRuntime, posted
-from membudget.engine.controls import execution_group
+from membudget.engine.groups import execution_group
 from membudget.errors import OptionError
 from membudget.pipeline.event_log import ActionBytes, EventLog, LoggedReceive
 from membudget.pipeline.orders import pipeline_order

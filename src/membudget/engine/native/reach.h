@@ -196,12 +196,22 @@ inline void walk_held(PyObject* of, PyObject* held, long depth) {
   });
 }
 
+// Whether a dict has just these keys, in this order; if not, it may, as other objects.
+inline bool has_keys(PyObject* dict, PyObject* keys) {
+  bool same = PyDict_GET_SIZE(dict) == PyList_GET_SIZE(keys);
+  PyObject *key, *value;
+  Py_ssize_t place = 0;
+  for (Py_ssize_t i = 0; same && PyDict_Next(dict, &place, &key, &value); ++i) {
+    same = key == PyList_GET_ITEM(keys, i);
+  }
+  return same;
+}
+
 // As `attribute_names`.
 inline Ref attribute_names_of(PyObject* module, PyObject* dict) {
   PyObject* known = PyDict_GetItemWithError(
       known_attributes, Ref::made(PyLong_FromVoidPtr(module)));
-  if (known != nullptr &&
-      PyLong_AsSsize_t(PyTuple_GET_ITEM(known, 0)) == PyDict_GET_SIZE(dict)) {
+  if (known != nullptr && has_keys(dict, PyTuple_GET_ITEM(known, 0))) {
     return Ref::to(PyTuple_GET_ITEM(known, 1));
   }
   return Ref::made(PyObject_CallFunctionObjArgs(attribute_names, module, dict, nullptr));

@@ -15,7 +15,8 @@ from membudget._torch import hide_from_dynamo
 from membudget._torch_accelerator import current_stream
 from membudget._torch_observing import SHARED, observe_operators, operator_of
 from membudget.engine import isolation, native
-from membudget.engine.controls import OPEN_GROUPS, SWITCHES
+from membudget.engine.controls import SWITCHES
+from membudget.engine.groups import OPEN_GROUPS
 from membudget.engine.messages import module_path_in, weakly
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.aliasing import AS_STRIDED, EMPTY, Tracker

@@ -21,7 +21,7 @@ from membudget._torch import (
     top_saved_tensors_hooks,
 )
 from membudget.engine import isolation
-from membudget.engine.controls import OPEN_GROUPS, release_in_time
+from membudget.engine.groups import OPEN_GROUPS, release_in_time
 from membudget.engine.messages import (
     changed_error,
     freed_error,

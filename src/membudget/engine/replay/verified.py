@@ -76,9 +76,9 @@ class Verified:
         self.routes = Routes()
         self._refs: list[ReferenceType[Any]] = []
 
-    def live_with(self, modules: list[Any], key: RecordingKey) -> None:
-        """Be forgotten when one of the modules that the signature names dies."""
-        self._refs = held_weakly(modules, VERIFIED, key)
+    def live_with(self, objects: list[Any], key: RecordingKey) -> None:
+        """Be forgotten when one of the objects dies that the signature names."""
+        self._refs = held_weakly(objects, VERIFIED, key)
 
     def add(self, path: OperatorPath) -> None:
         """Mark a sequence of operators as verified."""
@@ -144,7 +144,7 @@ def verified(
         found = _alike_but_for_numbers(key)
     if found is None:
         found = VERIFIED[key] = Verified(share)
-        found.live_with(_modules_in(called), key)
+        found.live_with(_named_in(key), key)
         if len(VERIFIED) > _MOST_KEYS:
             del VERIFIED[next(iter(VERIFIED))]
     found.count()
@@ -206,12 +206,12 @@ def key_of(value: Any, depth: int) -> Any:
     return type(value)
 
 
-def _modules_in(key: Any) -> list[Any]:
-    """Return the modules that a key names."""
+def _named_in(key: Any) -> list[Any]:
+    """Return the objects that a key references weakly, such as modules."""
     if type(key) is ReferenceType:
         return [key()]
     items = key if type(key) is tuple else ()
-    return [module for item in items for module in _modules_in(item)]
+    return [named for item in items for named in _named_in(item)]
 
 
 def _content(cell: Any) -> Any:
