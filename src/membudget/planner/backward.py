@@ -54,7 +54,12 @@ class ReplayBackward:
         self._stage_of = _stages(graph, choice, self.dropped_saved)
         self._slice = slice_of_saved(graph, choice, dropped)
         self._writers, self._reads = self._slice.writers, self._slice.reads
-        self._rewritten = {s for s, of in self._writers.items() if len(of) > 1}
+        rewritten = {s for s, of in self._writers.items() if len(of) > 1}
+        # What several operators of the slice write, with those that read it.
+        self._readers: dict[int, list[int]] = {s: [] for s in rewritten}
+        for index in self._reads if rewritten else ():
+            for storage in rewritten.intersection(self._reads[index]):
+                self._readers[storage].append(index)
         self._by_stage: dict[int, list[int]] = {}
         for index in self.dropped_saved:
             self._by_stage.setdefault(self._stage_of[index], []).append(index)
@@ -72,11 +77,11 @@ class ReplayBackward:
         storage from which dropped tensors are recomputed stays live until autograd has
         freed the last of these tensors, and the forward has released them.
         """
-        graph, choice, end_of = self._graph, self._choice, self._ledger.end_of
-        ends = ends_if_dropped(graph, choice)
-        self._ledger.ends.update((s, ends[s]) for s in self._slice.targets if s in ends)
+        graph, choice, ends = self._graph, self._choice, self._ledger.ends
+        earlier = ends_if_dropped(graph, choice)
+        ends.update((s, earlier[s]) for s in self._slice.targets if s in earlier)
         held = sources_until(graph, choice, self._slice)
-        living = held_by_living(graph, choice, self._dropped, self._slice, end_of)
+        living = held_by_living(graph, choice, self._dropped, self._slice, ends)
         for storage, moment in (*held.items(), *living.items()):
             self._ledger.hold(storage, moment)
 
@@ -218,7 +223,7 @@ class ReplayBackward:
     def _run(self, operator: int) -> None:
         ledger, uses = self._ledger, self._uses
         reads, writes = self._reads[operator], self._slice.writes[operator]
-        if not self._rewritten.isdisjoint(writes):
+        if not self._readers.keys().isdisjoint(writes):
             self._keep_overwritten(operator)
         self._ran.add(operator)
         ledger.read(reads)
@@ -247,11 +252,13 @@ class ReplayBackward:
     def _keep_overwritten(self, operator: int) -> None:
         """Copy what an operator overwrites and earlier operators have yet to read."""
         for storage in self._slice.writes[operator]:
-            before = [w for w in self._writers.get(storage, ()) if w < operator]
-            if not before or storage not in self._live:
+            if storage not in self._readers or storage not in self._live:
                 continue
-            since = self._planned.intersection(range(before[-1] + 1, operator))
-            readers = [i for i in since - self._ran if storage in self._reads[i]]
+            before = [w for w in self._writers[storage] if w < operator]
+            if not before:
+                continue
+            between = (i for i in self._readers[storage] if before[-1] < i < operator)
+            readers = self._planned.intersection(between) - self._ran
             if readers:
                 self._ledger.allocate(storage)
                 copy = _Copy(len(readers))

@@ -78,6 +78,8 @@ def _reads_of_overwritten(
     """Yield what operators of a slice read of sources that the block overwrites."""
     writes = overwrites_in(graph, block)
     for index, written in found.writes.items() if writes else ():
+        if writes.keys().isdisjoint(graph.reads[index]):
+            continue
         for value in graph.operators[index].inputs:
             storage = graph.values[value].storage
             if storage in found.writers or storage not in writes:

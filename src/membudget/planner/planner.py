@@ -220,12 +220,14 @@ def smoothed(graph: StepGraph) -> StepGraph:
         key = tuple((o.name, o.read_bytes, o.written_bytes, o.flops) for o in inside)
         if key:
             groups.setdefault(key, []).append(call)
-    operators = list(graph.operators)
+    seconds = [operator.seconds for operator in graph.operators]
     # Short calls first, so that long calls average what is smooth inside already.
     for alike in sorted(groups.values(), key=lambda of: of[0].end - of[0].start):
         for offset in range(alike[0].end - alike[0].start):
             indices = [call.start + offset for call in alike]
-            mean = sum(operators[i].seconds for i in indices) / len(indices)
+            mean = sum(seconds[i] for i in indices) / len(indices)
             for index in indices:
-                operators[index] = replace(operators[index], seconds=mean)
+                seconds[index] = mean
+    pairs = zip(graph.operators, seconds, strict=True)
+    operators = (o if o.seconds == s else replace(o, seconds=s) for o, s in pairs)
     return replace(graph, operators=tuple(operators))

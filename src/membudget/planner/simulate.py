@@ -34,7 +34,7 @@ import numpy as np
 
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
-from membudget.planner.choice import Choice, is_movable, made_in
+from membudget.planner.choice import Block, Choice, is_movable, made_in, once
 from membudget.planner.ledger import Ledger, ListingLedger
 from membudget.planner.moved import NO_MOVES, Host, Moves, Moving
 from membudget.planner.step_events import StepEvents
@@ -143,22 +143,39 @@ def live_at_peak(
     return LiveAtPeak(operator, (*others, *ledger.live.elements()))
 
 
+class _Ranges(NamedTuple):
+    """Live ranges of the storages that a block allocates, as arrays, in some order."""
+
+    places: dict[int, int]  # By storage.
+    births: np.ndarray
+    deaths: np.ndarray
+    sizes: np.ndarray
+
+
+@once
+def _plain_ranges(graph: StepGraph, block: Block) -> _Ranges:
+    """Return the live ranges in the plain step."""
+    made = [*made_in(graph, block)]
+    facts = [graph.storages[storage] for storage in made]
+    rows = np.array([(f.birth, f.death, f.bytes) for f in facts], int).reshape(-1, 3)
+    return _Ranges({storage: i for i, storage in enumerate(made)}, *rows.T.copy())
+
+
 def simulate_block(
     graph: StepGraph, choice: Choice, plain: PlainStep | None = None
 ) -> BlockTimeline:
     """Simulate one block alone, counting only the storages that it allocates."""
     plain, count = plain or PlainStep(graph), len(graph.operators)
     events = StepEvents(ledger := Ledger(graph), [choice])
-    own = {storage: ledger.end_of(storage) for storage in made_in(graph, choice)}
-    facts = [
-        (graph.storages[s].birth, end, graph.storages[s].bytes)
-        for s, end in own.items()
-    ]
-    alive, before = live_and_before(count, *np.array(facts, int).reshape(-1, 3).T)
+    own = _plain_ranges(graph, choice)
+    ends = own.deaths.copy()
+    for storage in own.places.keys() & ledger.ends.keys():
+        ends[own.places[storage]] = ledger.ends[storage]
+    alive, before = live_and_before(count, own.births, ends, own.sizes)
     again, peaks = events.run(before)
     alive += again
     # Every operator of the block is an event: its workspace counts.
-    starts = {*events.moments(), *range(choice.start, choice.end), *own.values()}
+    starts = {*events.moments(), *range(choice.start, choice.end), *ends.tolist()}
     moments = np.array(sorted(m for m in starts if m < count), int)
     ends = np.append(moments, count)[1:]
     most = np.maximum(alive + plain.workspaces, peaks)
