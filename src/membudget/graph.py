@@ -270,8 +270,11 @@ class StepGraph:
         """Rebuild a graph from data that `to_dict` returned.
 
         Raises:
-            OptionError: If the data has an unsupported version or lacks a field.
+            OptionError: If the data has an unsupported version, or a field is missing
+                or has the wrong type.
         """
+        if not isinstance(data, Mapping):
+            raise OptionError(f"a graph is an object; this is a {type(data).__name__}")
         version = data.get("version")
         if version != VERSION:
             text = f"this membudget reads profiles of version {VERSION}; the data has"
@@ -287,7 +290,7 @@ class StepGraph:
                 static=StaticBytes(**data["static"]),
                 **tables,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise OptionError(f"the profile is incomplete: {error!r}") from error
 
 

@@ -177,6 +177,26 @@ def test_a_profile_without_a_part_is_rejected(key):
 
 
 @pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        ("notes", 5),
+        ("chance", ["x"]),
+        ("chance", [float("inf")]),
+        ("graph", 5),
+        ("graph", []),
+        ("graph", {**data(), "calls": 5}),
+        ("graph", {**data(), "backward_start": float("inf")}),
+        ("graph", {**data(), "static": 5}),
+    ],
+)
+def test_a_profile_with_a_part_of_another_kind_is_rejected(key, wrong):
+    found = Profile(StepGraph.from_dict(data()), "M", "real", "measured", "output")
+
+    with pytest.raises(mb.OptionError, match=r"incomplete|a graph is an object"):
+        Profile.from_dict(found.to_dict() | {key: wrong})
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("{", "cannot be read"),
