@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -58,6 +59,21 @@ def test_more_than_one_read_takes_comes_back() -> None:
     found = torch.zeros_like(content)
     disk.read(place, found.view(torch.uint8))
     assert torch.equal(found, content)
+
+
+def test_a_place_comes_back_while_others_are_written() -> None:
+    disk = Disk(BLOCK, None)
+    place = disk.write(torch.zeros(BLOCK, dtype=torch.uint8, device="cpu"))
+
+    with disk._lock:  # As when garbage is collected inside of `write`.
+        dropping = Thread(target=disk.give_back, args=(place, BLOCK), daemon=True)
+        dropping.start()
+        dropping.join(timeout=10)
+        assert not dropping.is_alive()
+
+    assert disk.used_bytes == 0
+    content = torch.ones(BLOCK, dtype=torch.uint8, device="cpu")
+    assert disk.write(content) == place
 
 
 def chain() -> nn.Sequential:

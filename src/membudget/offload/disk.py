@@ -35,7 +35,6 @@ class Disk:
 
     Attributes:
         size: Its bytes.
-        used_bytes: Bytes of parts that are taken.
     """
 
     def __init__(self, size: int, folder: str | None):
@@ -44,7 +43,7 @@ class Disk:
         Raises:
             OptionError: If the folder cannot be written to, or has not that much room.
         """
-        self.size, self.used_bytes = size, 0
+        self.size = size
         self._extents = Extents(BLOCK)
         self._extents.add(0, size // BLOCK * BLOCK)
         self._lock = Lock()
@@ -65,13 +64,17 @@ class Disk:
         address = self._chunk.data_ptr()
         self._view = memoryview((ctypes.c_char * CHUNK).from_address(address)).cast("B")
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of parts that are taken."""
+        return self._extents.used_bytes
+
     def write(self, content: Tensor) -> Extent | None:
         """Write bytes; return where they are, `None` if the file is full."""
         with self._lock:
             place = self._extents.take(content.nbytes)
             if place is None:
                 return None
-            self.used_bytes += self._extents.rounded(content.nbytes)
             for begin, end, rounded in _chunks(content.nbytes):
                 self._chunk[: end - begin].copy_(content[begin:end])
                 done = 0
@@ -91,10 +94,8 @@ class Disk:
                 target[begin:end].copy_(self._chunk[: end - begin])
 
     def give_back(self, place: Extent, size: int) -> None:
-        """Let other bytes have the place of so many."""
-        with self._lock:
-            self.used_bytes -= self._extents.rounded(size)
-            self._extents.give_back(place, size)
+        """Let other bytes have the place of so many, without waiting for a thread."""
+        self._extents.give_back(place, size)
 
 
 def _chunks(size: int) -> Iterator[tuple[int, int, int]]:
