@@ -119,6 +119,22 @@ def test_where_the_disk_is_full_too_tensors_stay_on_the_device() -> None:
     assert off.status().full_bytes
 
 
+def test_a_system_that_cannot_reserve_the_bytes_of_a_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    off = mb.offload("1MiB", disk="1MiB", folder=tmp_path)
+    with pytest.raises(mb.OptionError, match=r"disk= needs os\.posix_fallocate, which"):
+        off.open()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.cpu_only("another process runs")
+def test_membudget_is_imported_where_there_is_no_fcntl() -> None:
+    program = "import sys, torch; sys.modules['fcntl'] = None; import membudget.offload"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_a_disk_without_that_much_room_is_an_error_before_the_step(
     tmp_path: Path,
 ) -> None:

@@ -8,8 +8,8 @@ of files, which would take the host memory that is to be saved.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,6 +29,9 @@ BLOCK = 4096
 CHUNK = 1 << 22
 """Bytes of one read or write."""
 
+_NEEDED = ("posix_fallocate", "preadv", "pwrite")
+"""Functions of `os` that not every system has: Windows lacks all, macOS the first."""
+
 
 class Disk:
     """A file of an exact size, cut into parts.
@@ -41,8 +44,15 @@ class Disk:
         """Make the file in a folder, by default that of temporary files.
 
         Raises:
-            OptionError: If the folder cannot be written to, or has not that much room.
+            OptionError: If the folder cannot be written to, or has not that much room,
+                or the system lacks a function that is needed.
         """
+        missing = [name for name in _NEEDED if not hasattr(os, name)]
+        if missing:
+            raise OptionError(
+                f"disk= needs os.{missing[0]}, which Python lacks on {sys.platform}: "
+                "leave disk= out, and give more host memory"
+            )
         self.size = size
         self._extents = Extents(BLOCK)
         self._extents.add(0, size // BLOCK * BLOCK)
@@ -118,6 +128,8 @@ def _without_name(folder: str) -> int:
 def _bypass_cache(descriptor: int) -> None:
     flag = getattr(os, "O_DIRECT", 0)
     if flag:
+        import fcntl  # Windows has none.
+
         with suppress(OSError):  # Not every file system can.
             before = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, before | flag)
