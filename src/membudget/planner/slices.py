@@ -146,10 +146,8 @@ def held_by_living(
         roots = set[int]().union(*(sources[s] for s in maker.reads if s in sources))
         for output in unkept.intersection(maker.writes) if roots else ():
             sources.setdefault(output, set()).update(roots)
-            facts = graph.storages[output]
-            released = facts.death if facts.released is None else facts.released
+            last = min(graph.storages[output].released_or_dead, block.end)
             for storage in roots:
-                last = min(released, block.end)
                 until[storage] = max(last, until.get(storage, 0))
     return until
 
