@@ -10,6 +10,7 @@ from torch import nn
 
 import membudget as mb
 from membudget.apply import RegionStatus, Status
+from membudget.attach import carried_by, has_region
 from membudget.engine import native
 
 HEAD = "forwards  recomputes  skipped"
@@ -95,3 +96,19 @@ def test_spans_beside_a_selection_are_refused(selection: dict[str, Any]):
     with pytest.raises(mb.SelectionError, match="pass spans or blocks, names and whe"):
         mb.apply(model, spans=[("0", "1")], **selection)
     assert [type(module) for module in model] == [nn.Linear, nn.Linear]
+
+
+def test_a_handle_leaves_alone_what_has_replaced_its_regions():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    first = mb.apply(model, blocks=nn.Linear)
+    second = mb.apply(model, blocks=nn.Linear, every=2)
+
+    first.say_kept("mine")
+    first.remove()
+
+    assert [module for module in model if has_region(module)] == [model[0], model[2]]
+    assert all(carried_by(model[i]).kept == "" for i in (0, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert [r.recomputes for r in second.status().regions] == [1, 1]
+    second.remove()
+    assert [type(module) for module in model] == 4 * [nn.Linear]

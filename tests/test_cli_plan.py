@@ -38,6 +38,15 @@ def with_loss():
 def asks():
     rates = torch.linspace(0, 0.1, 4).tolist()
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(rates[1])), torch.ones(2, 4)
+
+class Layer(nn.Linear):
+    pass
+
+def layers():
+    return nn.Sequential(Layer(4, 4), nn.GELU(), Layer(4, 4)), torch.ones(2, 4)
+
+def shard(model, mesh):
+    print(sum(isinstance(module, Layer) for module in model), "layers to shard")
 """
 
 
@@ -115,6 +124,12 @@ def test_a_plan_is_written_and_can_be_applied(step, tmp_path):
     with_plan = membudget.apply(model, plan)
     assert set(with_plan.names) == {region.path for region in plan.regions}
     with_plan.remove()
+
+
+def test_the_function_that_shards_a_model_sees_the_classes_of_the_model(step, capsys):
+    options = ["--budget", "100%", "--mesh", "dp_shard=2", "--parallelize", "shard"]
+    assert main(["plan", f"{step}:layers", *options]) == OK
+    assert "2 layers to shard" in capsys.readouterr().out
 
 
 def test_a_budget_in_bytes_counts_what_is_there_before(step, tmp_path):

@@ -13,6 +13,7 @@ from membudget.ops import (
     facts_of,
     flat_outputs,
     tensors_in,
+    tensors_in_tree,
 )
 
 aten = torch.ops.aten
@@ -167,3 +168,10 @@ def test_a_copy_on_the_host_of_what_lies_elsewhere_decides():
     assert not ops.leaves_device([here], here)
     assert not ops.leaves_device([here], there)
     assert not ops.leaves_device([there], there)
+
+
+def test_tensors_are_found_in_a_tree_of_any_containers():
+    a, b, c = torch.ones(3).unbind()
+    assert list(map(id, tensors_in_tree((a, {"b": [b, 2]}, "x", (c,))))) == [
+        *map(id, (a, b, c))
+    ]

@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import membudget as mb
-from membudget import fastest, recorded, terms
+from membudget import attempt, fastest, recorded, terms
 from membudget import race as racing
 from membudget.attach import has_region
 from membudget.attempt import try_plan
 from membudget.engine.calls import Calls
+from membudget.errors import RecomputeMismatchError
 from membudget.planned import PlanRegions, put_on, take_off
 from membudget.planner.choice import RERUN
-from membudget.planner.plan import RegionPlan
+from membudget.planner.plan import Plan, RegionPlan
 from membudget.race import (
     DISTURBED_ROUNDS,
     LEAST_ROUNDS,
@@ -257,6 +259,27 @@ def test_a_plan_is_not_raced_whose_prediction_is_far_from_the_first(monkeypatch)
     assert counts[1] == 0
 
 
+def test_a_plan_that_goes_wrong_in_a_race_is_left_out_at_once(monkeypatch):
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    ran: list[Plan] = []
+    right, reasons = attempt.run_under, Mock()
+
+    def run_under(step: Step, plan: Plan, plain: Any) -> Any:
+        ran.append(plan)
+        if len(ran) > 1:
+            raise RecomputeMismatchError("wrong")
+        return right(step, plan, plain)
+
+    monkeypatch.setattr(attempt, "run_under", run_under)
+    monkeypatch.setattr(attempt, "_reasons", reasons)
+    monkeypatch.setattr(fastest, "NEARLY", math.inf)
+    with mb.fit(model, batch, "50%", measure="best") as fitted:
+        assert fitted.plan.regions == ran[0].regions
+    assert len(ran) > 1
+    reasons.assert_not_called()
+
+
 def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
     """Let all plans but the first warn; return their numbers, and let one win."""
     tried: list[int] = []
@@ -274,7 +297,7 @@ def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
         return winner, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
     monkeypatch.setattr(recorded, "try_plan", warning)
-    monkeypatch.setattr(fastest, "try_plan", warning)
+    monkeypatch.setattr(fastest, "run_plan", warning)
     monkeypatch.setattr(fastest, "race", race)
     monkeypatch.setattr(fastest, "NEARLY", math.inf)
     monkeypatch.setattr(terms, "FAR_OFF", math.inf)

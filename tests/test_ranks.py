@@ -70,6 +70,26 @@ def test_a_rank_that_fails_tells_why_and_raises_its_own_error(ranks: Ranks) -> N
     assert common_store().get("membudget/left") == b"0 ValueError: mine"
 
 
+def test_a_reason_is_forgotten_when_its_rank_begins_anew(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match=r"^mine"), ranks.together("trying"):
+        raise ValueError("mine")
+
+    again = Ranks(HOST)
+    with (
+        pytest.raises(KeyError, match="another") as caught,
+        again.together("trying again"),
+    ):
+        raise KeyError("another")
+    assert "rank 0 failed trying again" in caught.value.__notes__[0]
+    assert common_store().get("membudget/left") == b"0 KeyError: 'another'"
+
+
+def test_a_reason_of_another_rank_stays_when_one_begins_anew(ranks: Ranks) -> None:
+    common_store().set("membudget/left", "3 MemoryError: full")
+    Ranks(HOST)
+    assert common_store().get("membudget/left") == b"3 MemoryError: full"
+
+
 def test_a_rank_that_waited_raises_the_reason_of_the_other(ranks: Ranks) -> None:
     common_store().set("membudget/left", "3 MemoryError: full")
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.attach import has_region
+from membudget.attach import carried_by, has_region, put_region
 from membudget.engine.controls import set_checkpoint_early_stop
+from membudget.engine.options import RegionOptions
 from tests.oracles import CountedOperators
 
 
@@ -323,3 +324,22 @@ def test_a_span_ends_in_the_surroundings_that_it_began_in(context: Any) -> None:
             model(torch.randn(4, 8))
     finally:
         entered.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("parent", "span", "says"),
+    [("0", ("0.0", "0.1"), "module '0'"), ("", ("0", "1"), "the model")],
+)
+def test_a_module_that_has_a_region_holds_no_span(
+    parent: str, span: tuple[str, str], says: str
+) -> None:
+    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential(pair, nn.Linear(2, 2))
+    module = model.get_submodule(parent)
+    put_region(module, RegionOptions())
+    before = carried_by(module)
+
+    with pytest.raises(mb.SelectionError, match=f"{says} already has a region; remove"):
+        mb.apply(model, spans=[span])
+    assert carried_by(module) is before
+    assert [m for m in model.modules() if has_region(m)] == [module]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from membudget.errors import OptionError
-from membudget.text import format_bytes, parse_bytes
+from membudget.text import dtype_name, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,7 @@ def test_more_bytes_are_never_shown_as_less(one, other):
     shown = [parse_bytes(format_bytes(size)) for size in (small, large)]
 
     assert shown == sorted(shown)
+
+
+def test_a_dtype_is_named_without_its_module():
+    assert dtype_name(torch.bfloat16) == "bfloat16"

@@ -107,8 +107,8 @@ class Applied:
         statistics: dict[str, Statistics],
         policies: Mapping[str, Sequence[Planned]] = MappingProxyType({}),
     ):
-        """Store modules, counters and policies; called by `apply`."""
-        self._modules = modules
+        """Store counters, policies, and what modules carry; called by `apply`."""
+        self._carried = [(m, carried_by(m)) for m in modules.values()]
         self._statistics = statistics
         self._policies = policies
         self.left_out: Mapping[str, str] = {}
@@ -143,16 +143,19 @@ class Applied:
 
     def say_kept(self, text: str) -> None:
         """Let an error say this if memory runs out in the forward of a region."""
-        for module in self._modules.values():
-            carried = carried_by(module)
+        for _, carried in self._carried:
             if carried is not None:
                 carried.kept = text
 
     def remove(self) -> None:
-        """Remove the regions and restore the original model; idempotent."""
-        for module in self._modules.values():
-            remove_region(module)
-        self._modules = {}
+        """Remove the regions and restore the original model; idempotent.
+
+        Regions that have replaced them since stay.
+        """
+        for module, carried in self._carried:
+            if carried_by(module) is carried:
+                remove_region(module)
+        self._carried = []
 
 
 def apply(

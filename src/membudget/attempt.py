@@ -96,19 +96,30 @@ def try_plan(
         RecomputeMismatchError: If it does, and no plain step ran, so that it is not
             known whether fewer regions fit.
     """
+    try:
+        return run_plan(step, plan, schedule, plain, number)
+    except RecomputeMismatchError as error:
+        if plain is None:
+            raise
+        raise RegionsAtFaultError(_reasons(step, plan, plain, error)) from error
+    except torch.OutOfMemoryError:
+        if enough is None or not is_on_accelerator(step.device):
+            raise
+        guess_bytes = enough + enough // SHARE_BESIDE
+        return Attempt(plan, schedule, guess_bytes, ran_out=True), Applied({}, {})
+
+
+def run_plan(
+    step: Step, plan: Plan, schedule: Schedule, plain: Metered | None, number: int
+) -> tuple[Attempt, Applied]:
+    """Try a plan as `try_plan` does, without a search for the regions at fault.
+
+    Raises:
+        RecomputeMismatchError: If the step goes wrong under the plan.
+    """
     what = f"plan {number} of at most {MOST_PLANS}"
     with stage(f"trying {'the smallest plan' if schedule.is_smallest else what}"):
-        try:
-            found, applied = run_under(step, plan, plain)
-        except RecomputeMismatchError as error:
-            if plain is None:
-                raise
-            raise RegionsAtFaultError(_reasons(step, plan, plain, error)) from error
-        except torch.OutOfMemoryError:
-            if enough is None or not is_on_accelerator(step.device):
-                raise
-            guess_bytes = enough + enough // SHARE_BESIDE
-            return Attempt(plan, schedule, guess_bytes, ran_out=True), Applied({}, {})
+        found, applied = run_under(step, plan, plain)
     return Attempt(plan, schedule, found.peak_bytes, found.memory), applied
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from membudget.errors import OptionError
 from membudget.state.snapshot import State
+from membudget.text import dtype_name
 
 
 def first_batch(batch: Any) -> Any:
@@ -101,8 +102,7 @@ def pair_error(batch: Any, taken_as_pair: bool, error: Exception) -> OptionError
 
 def _described(item: Any) -> str:
     if isinstance(item, Tensor):
-        dtype = str(item.dtype).removeprefix("torch.")
-        return f"{dtype}{list(item.shape)}"
+        return f"{dtype_name(item.dtype)}{list(item.shape)}"
     return type(item).__name__
 
 

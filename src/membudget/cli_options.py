@@ -10,9 +10,10 @@ import ast
 import json
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from membudget.errors import OptionError
@@ -144,19 +145,25 @@ def load_target(target: str) -> Callable[..., Any]:
         raise OptionError(f"TARGET is file.py:function; got {target!r}")
     if not path.is_file():
         raise OptionError(f"there is no file {path_text!r}, named by TARGET {target!r}")
+    function = getattr(_module_of(path.absolute()), name, None)
+    if not callable(function):
+        raise OptionError(f"{path_text!r} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+@cache
+def _module_of(path: Path) -> ModuleType:
+    """Import a file once, so that all functions taken from it share its classes."""
     spec = spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise OptionError(f"{path_text!r} is not a Python file")
+        raise OptionError(f"{path.name!r} is not a Python file")
     module = module_from_spec(spec)
     # Let the file import its neighbours, as a script can; register it, so that its
     # classes can be pickled.
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise OptionError(f"{path_text!r} has no function {name!r}")
-    return function  # type: ignore[no-any-return]
+    return module
 
 
 def with_sizes(make: Callable[..., Any], chosen: dict[str, Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from membudget.allocation import without_shortage
 from membudget.allowance import Budget
 from membudget.apply import Applied
-from membudget.attempt import Attempt, try_plan
+from membudget.attempt import Attempt, run_plan
 from membudget.deadline import Deadline
 from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.outcome import Metered
@@ -77,7 +77,7 @@ def take_fastest(
         plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
         wrong = suppress(RecomputeMismatchError)
         with wrong, without_shortage(), _held_back() as warned:
-            attempt, applied = try_plan(step, plan, schedule, plain, len(entries) + 1)
+            attempt, applied = run_plan(step, plan, schedule, plain, len(entries) + 1)
             regions = take_off(step.model)
             if attempt.peak_bytes <= budget.step_bytes:
                 entries.append(_Entry(attempt, applied, regions, warned))

@@ -1,14 +1,13 @@
 """One training step as plain data: operators, their values, and storage live ranges.
 
-Time is counted in op indices: positions of operators in the step. A storage is live
-from op index `birth`, at which it is allocated, until just before op index `death`. One
-from before the step has birth -1; one that outlives it has death `len(operators)`:
+The records contain no torch objects, so that they can be stored in files. Time is
+counted in op indices: positions of operators in the step. A storage is live from op
+index `birth`, at which it is allocated, until just before op index `death`. One from
+before the step has birth -1; one that outlives it has death `len(operators)`:
 
     op index      0      1      2      3      4 = len(operators)
     weight     ══════════════════════════════     birth -1, death 4
     activation        ═══════════════             birth  1, death 3
-
-The records contain no torch objects, so that they can be stored in files.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Operator:
         phase: Phase in which the operator ran; the loss belongs to the forward.
         module_path: Innermost running module; for a backward operator, the module of
             the forward operator that it differentiates.
-        line: Line of user code, as `"file.py:12"`; for a backward operator, the line of
-            the forward operator that it differentiates.
+        line: Line of user code, such as `"file.py:12"`, of the same operator.
         inputs: Indices of the values that the operator reads.
         outputs: Indices of the values that the operator creates or overwrites.
         flops: Floating-point operations of matrix products, convolutions and attention,
@@ -82,8 +80,7 @@ class Value:
         shape: Shape of the tensor.
         dtype: Data type of the elements, such as `"float32"`.
         operator: Op index of the producing operator; -1 if the value predates the step.
-        output: Index among the outputs of the producing operator; arguments that the
-            operator overwrites are numbered after its outputs.
+        output: Index among that operator's outputs; arguments it overwrites come after.
     """
 
     storage: int
@@ -100,10 +97,9 @@ class Storage:
 
     Attributes:
         bytes: Size in bytes.
-        kind: Role of the storage; `"activation"` covers everything that the step
-            creates except final parameter gradients and optimizer tensors. `"outside"`
-            is other memory from before the step; if it has a birth, it was emptied then
-            and allocated again in the step, as FSDP does with parameters.
+        kind: Role of the storage; `"activation"` is all that the step creates, except
+            final parameter gradients and optimizer tensors. `"outside"` is other memory
+            from before the step; with a birth, the step allocates it again, as FSDP.
         name: Name of the parameter, buffer or input; for a gradient, of its parameter.
         birth: First op index at which the storage is live; -1 if it predates the step.
         death: First op index at which the storage is no longer live.
@@ -117,6 +113,11 @@ class Storage:
     birth: int
     death: int
     released: int | None
+
+    @property
+    def released_or_dead(self) -> int:
+        """First op index at which at most autograd references the storage."""
+        return self.death if self.released is None else self.released
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,16 +271,15 @@ class StepGraph:
         """Rebuild a graph from data that `to_dict` returned.
 
         Raises:
-            OptionError: If the data has an unsupported version or lacks a field.
+            OptionError: If the version is unsupported, or a field missing or wrong.
         """
-        version = data.get("version")
+        version = data.get("version") if isinstance(data, Mapping) else None
         if version != VERSION:
             text = f"this membudget reads profiles of version {VERSION}; the data has"
             raise OptionError(f"{text} version {version!r}")
         try:
             calls = data["calls"]  # Older files lack what they were called with.
-            calls = {"inputs": [()] * len(calls["path"]), **calls}
-            data = {**data, "calls": calls}
+            data = {**data, "calls": {"inputs": [()] * len(calls["path"]), **calls}}
             tables = {name: from_table(data[name], kind) for name, kind in _TABLES}
             return cls(
                 backward_start=int(data["backward_start"]),
@@ -287,7 +287,7 @@ class StepGraph:
                 static=StaticBytes(**data["static"]),
                 **tables,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise OptionError(f"the profile is incomplete: {error!r}") from error
 
 

@@ -24,7 +24,7 @@ from membudget.errors import OptionError
 from membudget.graph import StepGraph
 from membudget.planner.moved import Host
 from membudget.profile.devices import Device, device_of
-from membudget.text import parse_bytes
+from membudget.text import dtype_name, parse_bytes
 
 Offloading = Literal["auto", False]
 
@@ -118,8 +118,7 @@ def measured_device(device: torch.device) -> Device:
     rates = {"float32": _flops_per_s(device, torch.float32)}
     for dtype in (torch.bfloat16, torch.float16):
         with suppress(RuntimeError):  # Not every device has every type.
-            name = str(dtype).removeprefix("torch.")
-            rates[name] = _flops_per_s(device, dtype)
+            rates[dtype_name(dtype)] = _flops_per_s(device, dtype)
     large_s, small_s = (_copy_within_s(device, size) for size in (LARGE, SMALL))
     bytes_per_s = 2 * (LARGE - SMALL) / max(_LEAST_S, large_s - small_s)
     link = measured_rates(device).out_bytes_per_s

@@ -283,6 +283,11 @@ def flat_outputs(output: Any) -> list[Any]:
     return [output]
 
 
+def tensors_in_tree(tree: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of a tree, such as arguments or a state."""
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
+
+
 def tensors_in(arguments: Any) -> Iterator[Tensor]:
     """Yield the tensors among an operator's arguments, flattening lists."""
     for argument in arguments:

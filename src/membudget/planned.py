@@ -37,6 +37,7 @@ from membudget.planner.plan import (
 )
 from membudget.policies import Planned, Unplanned, in_place_or_not_at
 from membudget.sharding import units_of, unwrapped_model
+from membudget.text import dtype_name
 
 MOST_NAMED = 3
 """How many parameters an error names, of those that a plan and a model do not share."""
@@ -274,6 +275,6 @@ def device_type(model: Module) -> str:
 def model_parameters(model: Module) -> tuple[str, ...]:
     """Return the names, shapes and dtypes of a model's parameters, as plans do."""
     return tuple(
-        parameter_text(name, p.shape, str(p.dtype).removeprefix("torch."))
+        parameter_text(name, p.shape, dtype_name(p.dtype))
         for name, p in unwrapped_model(model).named_parameters()
     )

@@ -43,6 +43,7 @@ class Ranks:
 
         Numbers are compared on `device`, as the group asks for.
         """
+        forget_reason()
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self._device, self._group = device, group
 
@@ -149,6 +150,16 @@ def note_reason(error: BaseException) -> None:
         text = f"rank {rank} left before: {why}"
     if text:
         error.add_note(f"{text}, and start the processes again")
+
+
+def forget_reason() -> None:
+    """Delete the reason why this rank failed before: it begins anew, so it recovered.
+
+    Only this rank does, so that no reason is deleted that another has just written.
+    """
+    rank = (_known_reason() or "").partition(" ")[0]
+    if rank == str(dist.get_rank()):
+        common_store().delete_key(_REASON)
 
 
 def _known_reason() -> str | None:

@@ -188,6 +188,7 @@ def put_spans(
         parent = _common_parent(first, last)
         while isinstance(known[parent], ModuleList | ModuleDict):
             parent = parent.rpartition(".")[0]  # Module containers are never called.
+        _check_free(parent, known[parent])
         span = Span(f"{first}–{last}", known[parent], options)
         _parent(carried, parent).spans.append(span)
         begin, end = _ends(carried, first), _ends(carried, last)
@@ -207,9 +208,14 @@ def _check(name: str, known: dict[str, Module], model: Module) -> None:
         raise SelectionError(
             f"{type(model).__name__} has no module {name!r}; it has {some}"
         )
-    check_can_carry(name, known[name])
-    if has_region(known[name]):
-        raise SelectionError(f"module {name!r} already has a region; remove it first")
+    _check_free(name, known[name])
+
+
+def _check_free(name: str, module: Module) -> None:
+    check_can_carry(name, module)
+    if has_region(module):
+        text = f"module {name!r}" if name else "the model"
+        raise SelectionError(f"{text} already has a region; remove it first")
 
 
 def _common_parent(first: str, last: str) -> str:

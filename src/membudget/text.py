@@ -129,6 +129,11 @@ def write_whole(path: Path, content: str | bytes, what: str) -> None:
         raise OptionError(f"{what} cannot be written: {error}") from error
 
 
+def dtype_name(dtype: object) -> str:
+    """Return the name of a `torch.dtype`, such as `"float32"`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dotted(owner: str, key: str) -> str:
     """Join a module's dotted name, "" for the model itself, and a child's name."""
     return f"{owner}.{key}" if owner else key

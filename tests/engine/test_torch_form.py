@@ -248,6 +248,24 @@ def test_globs_are_a_policy_like_any_other(handed):
     assert kept_by(handed) is not None
 
 
+def number_of(handed: list[tuple[Any, ...]]) -> int:
+    """Return the number that stands for the policy of the last call."""
+    *_, kwargs = handed[-1]
+    number: int = kwargs["context_fn"].args[0]
+    return number
+
+
+def test_a_policy_that_is_traced_again_is_stored_once(handed, compiling):
+    model = nn.Sequential(nn.Linear(4, 4))
+    stored = []
+    for keep in (["0"], policies.matmuls, ["0"], policies.matmuls):
+        checkpoint_in_compiled_code(model, (X,), {"keep": keep})
+        stored.append((number_of(handed), len(torch_form._KEPT)))
+    first, second, *again = stored
+    assert again == [(first[0], second[1]), second]
+    assert torch_form._KEPT[second[0]][0] == policies.matmuls
+
+
 def test_names_of_tensors_are_refused_in_a_warning(handed):
     with pytest.warns(UserWarning, match="membudget.name does nothing inside"):
         checkpoint_in_compiled_code(torch.sin, (X,), {"keep": policies.named("out")})
@@ -257,7 +275,7 @@ def test_modules_are_known_by_their_names_below_the_region_s(handed, compiling):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def names() -> dict[str, str]:
-        return torch_form._KEPT[-1][1]
+        return torch_form._KEPT[number_of(handed)][1]
 
     options = RegionOptions(keep=policies.matmuls)
     run_region(model, (X,), {}, options, Statistics("h.3"))

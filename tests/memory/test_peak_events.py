@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 
 import pytest
@@ -87,3 +89,34 @@ def test_without_a_standard_error_there_is_nothing_to_hide():
         os.dup2(kept, 2)
         os.close(kept)
     assert ran
+
+
+@pytest.mark.parametrize("stderr", [None, io.TextIOWrapper(io.BytesIO())])
+def test_a_process_without_an_open_stderr_can_record(monkeypatch, stderr):
+    if stderr is not None:
+        stderr.close()
+    monkeypatch.setattr("sys.stderr", stderr)
+
+    with recorded_events() as events:
+        torch.zeros(1000)
+
+    assert events.memory[0].bytes == 4000
+
+
+def test_without_a_descriptor_to_spare_nothing_is_hidden_and_none_is_lost(
+    monkeypatch, capfd
+):
+    def refused(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    free = os.dup(2)
+    os.close(free)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.open", refused)
+        with quiet_stderr():
+            os.write(2, b"shown")
+    assert capfd.readouterr().err == "shown"
+
+    next_one = os.dup(2)
+    os.close(next_one)
+    assert next_one == free

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -60,6 +61,21 @@ def test_more_than_one_read_takes_comes_back() -> None:
     assert torch.equal(found, content)
 
 
+def test_a_place_comes_back_while_others_are_written() -> None:
+    disk = Disk(BLOCK, None)
+    place = disk.write(torch.zeros(BLOCK, dtype=torch.uint8, device="cpu"))
+
+    with disk._lock:  # As when garbage is collected inside of `write`.
+        dropping = Thread(target=disk.give_back, args=(place, BLOCK), daemon=True)
+        dropping.start()
+        dropping.join(timeout=10)
+        assert not dropping.is_alive()
+
+    assert disk.used_bytes == 0
+    content = torch.ones(BLOCK, dtype=torch.uint8, device="cpu")
+    assert disk.write(content) == place
+
+
 def chain() -> nn.Sequential:
     torch.manual_seed(0)
     parts = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8))
@@ -101,6 +117,22 @@ def test_where_the_disk_is_full_too_tensors_stay_on_the_device() -> None:
         assert all(map(torch.equal, gradients(model, off), expected))
     assert off.status().spilled_bytes == 3 * BYTES
     assert off.status().full_bytes
+
+
+def test_a_system_that_cannot_reserve_the_bytes_of_a_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    off = mb.offload("1MiB", disk="1MiB", folder=tmp_path)
+    with pytest.raises(mb.OptionError, match=r"disk= needs os\.posix_fallocate, which"):
+        off.open()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.cpu_only("another process runs")
+def test_membudget_is_imported_where_there_is_no_fcntl() -> None:
+    program = "import sys, torch; sys.modules['fcntl'] = None; import membudget.offload"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_disk_without_that_much_room_is_an_error_before_the_step(

@@ -290,3 +290,20 @@ def test_the_status_names_what_happened() -> None:
     assert "copied to the host" in text
     assert "kept: needed first" in text
     assert is_cpu() or "back, ahead of time" in text
+
+
+@pytest.mark.parametrize("use", [mb.Offload.used_bytes, mb.Offload.__exit__])
+def test_a_device_may_be_used_first_while_others_are_tidied(
+    use: Callable[..., object],
+) -> None:
+    off = mb.offload("1MiB")
+    if use is mb.Offload.__exit__:
+        off.__enter__()
+    lane = off._lane_of(default_device())
+
+    def tidy() -> None:  # As a thread of autograd may at any time.
+        off._lane_of(torch.device("cpu", 1))
+
+    lane.tidy = tidy  # type: ignore[method-assign]
+    use(off, *(() if use is mb.Offload.used_bytes else (None, None, None)))
+    assert len(off._lanes) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 from hypothesis import given
@@ -87,3 +89,18 @@ def test_the_pieces_of_a_slab_that_grows_are_foreseen(bound: int) -> None:
     while slab.take(4096 * 64) is not None:
         pass
     assert [piece.nbytes for piece in slab._pieces] == growing_pieces(bound)
+
+
+def test_a_block_comes_back_while_another_is_taken() -> None:
+    slab = Slab(2 * ALIGNMENT, CPU)
+    block = slab.take(ALIGNMENT)
+
+    with slab._lock:  # As when garbage is collected inside of `take`.
+        dropping = Thread(target=slab.give_back, args=(block,), daemon=True)
+        dropping.start()
+        dropping.join(timeout=10)
+        assert not dropping.is_alive()
+
+    assert slab.used_bytes == 0
+    assert slab.take(2 * ALIGNMENT) is not None
+    assert slab.used_bytes == slab.most_used_bytes == 2 * ALIGNMENT

@@ -7,6 +7,7 @@ from dataclasses import replace
 from membudget.planner.choice import (
     Block,
     Choice,
+    is_output,
     made_in,
     run_together,
     storages_saved_in,
@@ -24,6 +25,15 @@ def test_the_writers_of_a_storage_are_listed_in_order():
     graph = draft.finish()
     storage = graph.values[a].storage
     assert writers_of(graph, Block(0, 2), {storage}) == {storage: [0, 1]}
+
+
+def test_a_tensor_is_an_output_of_the_operator_that_saves_it_if_that_makes_it():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[1])
+    (b,) = draft.run(a, makes=[1])
+    draft.save(a, b)
+    graph = draft.finish()
+    assert [is_output(graph, saved) for saved in graph.saved] == [False, True]
 
 
 def test_operators_that_share_a_storage_through_others_run_together():

@@ -138,6 +138,13 @@ def test_a_plan_of_version_6_moves_nothing_to_the_host():
     assert PLAN.host == NO_HOST
 
 
+@pytest.mark.parametrize("region", [5, None, [], "text", [["path", 1]]])
+def test_a_region_of_version_6_that_is_no_object_is_refused(region):
+    data = PLAN.to_dict() | {"version": 6, "regions": [region]}
+    with pytest.raises(PlanError, match=r"plan\.regions\[0\] must be an object"):
+        Plan.from_dict(data)
+
+
 def test_what_is_moved_to_the_host_is_named_and_read_again():
     graph = chain_of([4, 4, 4], [1.0, 1.0, 1.0])
     moved = Choice(0, 3, frozenset({1, 2}), offloaded=frozenset({1}))
@@ -152,7 +159,7 @@ def test_what_is_moved_to_the_host_is_named_and_read_again():
 def test_a_newer_version_is_refused():
     data = PLAN.to_dict() | {"version": VERSION + 1}
     with pytest.raises(
-        PlanError, match=f"version {VERSION}; this one has version {VERSION + 1}"
+        PlanError, match=f"and {VERSION}; this one has version {VERSION + 1}"
     ):
         Plan.from_dict(data)
 

@@ -113,6 +113,12 @@ def test_calls_and_pins_are_read_unchanged_written():
     assert graph.calls == (ModuleCall("", 0, 1), ModuleCall("0", 0, 0))
 
 
+def test_a_storage_that_is_never_released_is_referenced_until_its_death():
+    held = Storage(4, "activation", "", 1, 9, None)
+    assert held.released_or_dead == 9
+    assert dataclasses.replace(held, released=3).released_or_dead == 3
+
+
 def test_a_newer_version_is_refused():
     with pytest.raises(mb.OptionError, match="version 1; the data has version 2"):
         StepGraph.from_dict({**data(), "version": 2})
@@ -174,6 +180,26 @@ def test_a_profile_without_a_part_is_rejected(key):
 
     with pytest.raises(mb.OptionError, match=f"incomplete: KeyError\\('{key}'"):
         Profile.from_dict(whole)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        ("notes", 5),
+        ("chance", ["x"]),
+        ("chance", [float("inf")]),
+        ("graph", 5),
+        ("graph", []),
+        ("graph", {**data(), "calls": 5}),
+        ("graph", {**data(), "backward_start": float("inf")}),
+        ("graph", {**data(), "static": 5}),
+    ],
+)
+def test_a_profile_with_a_part_of_another_kind_is_rejected(key, wrong):
+    found = Profile(StepGraph.from_dict(data()), "M", "real", "measured", "output")
+
+    with pytest.raises(mb.OptionError, match=r"incomplete|the data has version None"):
+        Profile.from_dict(found.to_dict() | {key: wrong})
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 import membudget as mb
 from membudget._torch_modules import has_forward_hooks
@@ -47,3 +49,24 @@ def test_noting_calls_leaves_no_hook() -> None:
     handle.remove()
 
     assert not any(map(has_forward_hooks, model.modules()))
+
+
+class Refusing(nn.Linear):
+    """Refuses further hooks, as scripted modules do."""
+
+    def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError("no hooks here")
+
+
+def test_a_module_that_refuses_hooks_leaves_none_of_those_of_others() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), Refusing(4, 4))
+    for module in model:
+        module.register_forward_pre_hook(lambda *_: None)
+    hooks = [module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks]
+    before = [dict(of) for of in hooks]
+
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        mb.profile(model, torch.ones(2, 4), fake=True)
+
+    assert hooks == before
+    assert [len(module._forward_pre_hooks) for module in model] == [1, 1]

@@ -45,6 +45,7 @@ from membudget.state.bits import (
     same_bytes,
 )
 from membudget.state.identity import address_of, version_of
+from membudget.text import dtype_name
 
 Metadata = tuple[Any, ...]
 
@@ -80,9 +81,8 @@ def describe(data: Metadata) -> str:
         'float32[2, 3] on cpu, stride (3, 1)'
     """
     shape, dtype, device, stride = data
-    name = str(dtype).removeprefix("torch.")
     place = "no stride" if stride is None else f"stride {stride}"
-    return f"{name}{list(shape)} on {device}, {place}"
+    return f"{dtype_name(dtype)}{list(shape)} on {device}, {place}"
 
 
 # Operators that never fill part of what they save: RReLU's noise in evaluation,

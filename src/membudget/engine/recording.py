@@ -22,6 +22,7 @@ from membudget.engine.surroundings import Surroundings
 from membudget.errors import CheckpointError, RecomputeMismatchError
 from membudget.observer import Observer
 from membudget.state.identity import address_of
+from membudget.text import dtype_name
 
 # Lines of a trace shown around the first difference, and of the stack at each.
 _BEFORE, _AFTER, _STACK = 4, 4, 3
@@ -94,7 +95,7 @@ class Trace(Observer):
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Record an operator, then run it."""
         operands = ", ".join(
-            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+            f"{dtype_name(t.dtype)}{list(t.shape)}"
             for t in tree_iter((args, kwargs))
             if isinstance(t, Tensor)
         )

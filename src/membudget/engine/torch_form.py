@@ -51,7 +51,6 @@ from membudget.offload import shared_offload
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 
 
@@ -291,8 +290,10 @@ def _number_of(keep: Any, owner: Module | None, label: str) -> int:
             stacklevel=2,
         )
     names = {} if owner is None else module_names(owner, label)
-    _KEPT.append((policy, {str(key): name for key, name in names.items()}))
-    return len(_KEPT) - 1
+    kept = policy, {str(key): name for key, name in names.items()}
+    if kept not in _KEPT:  # As it is where dynamo traces the code once more.
+        _KEPT.append(kept)
+    return _KEPT.index(kept)
 
 
 def _contexts(number: int) -> ContextPair:

@@ -25,7 +25,7 @@ from membudget.loop.report import LoopStatus, SituationStatus
 from membudget.loop.root import Root
 from membudget.loop.undo import run_until_done
 from membudget.planner.plan import Plan
-from membudget.ranks import note_reason
+from membudget.ranks import forget_reason, note_reason
 
 R = TypeVar("R")
 
@@ -73,6 +73,8 @@ class Budgeted:
         for root in self._roots:
             check_model(root.model)
             check_not_compiled(root.model)
+        if self._ranks > 1:
+            forget_reason()
         self._file.begin()
         try:
             for root in self._roots:

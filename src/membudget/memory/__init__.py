@@ -26,6 +26,7 @@ from membudget.errors import ChangedSinceForwardError
 from membudget.memory.allocator import DevicePeak
 from membudget.memory.peak import Peak, peak, peak_on, storage_bytes
 from membudget.state.bits import plain_parts
+from membudget.text import dtype_name
 
 __all__ = [
     "DevicePeak",
@@ -245,7 +246,7 @@ class _SavedTensorRecorder:
             bytes=size,
             storage=address,
             shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=dtype_name(tensor.dtype),
             module_path=site.module_path,
             operator=self.mode.name or site.operator,
             line=site.line,

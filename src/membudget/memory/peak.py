@@ -134,20 +134,20 @@ def _allocations(tree: list[Any]) -> Iterator[Any]:
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
     """Hide the lines that the profiler's C++ code prints when it starts and stops."""
-    sys.stderr.flush()
-    try:  # C++ writes to the file descriptor, not to `sys.stderr`.
-        kept = os.dup(2)
-    except OSError:  # The process has no standard error.
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # It may be closed.
+            sys.stderr.flush()
+    with contextlib.ExitStack() as undo:
+        # C++ writes to the file descriptor, not to `sys.stderr`. Its lines are shown
+        # if the process has no standard error, or no descriptor is left.
+        with contextlib.suppress(OSError):
+            kept = os.dup(2)
+            undo.callback(os.close, kept)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            undo.callback(os.close, nowhere)
+            os.dup2(nowhere, 2)
+            undo.callback(os.dup2, kept, 2)
         yield
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 T = TypeVar("T")

@@ -76,7 +76,7 @@ class Offload:
         self._window_bytes = limits.window_bytes
         self._slab: Slab | None = None
         self._disk: Disk | None = None
-        self._lanes: dict[torch.device, Lane] = {}
+        self._lane_by_device: dict[torch.device, Lane] = {}
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[type[Offload], tuple[Limits]]:
@@ -120,8 +120,13 @@ class Offload:
     ) -> None:
         """Save tensors as usual from here on."""
         pop_saved_tensors_hooks()
-        for lane in self._lanes.values():
+        for lane in self._lanes:
             lane.tidy()
+
+    @property
+    def _lanes(self) -> list[Lane]:
+        """The lanes of all devices; each may be added by its own thread of autograd."""
+        return list(self._lane_by_device.values())
 
     @property
     def window_bytes(self) -> int:
@@ -132,19 +137,19 @@ class Offload:
     def window_bytes(self, window_bytes: int) -> None:
         with self._lock:
             self._window_bytes = window_bytes
-            for lane in self._lanes.values():
+            for lane in self._lanes:
                 lane.window.limit_bytes = window_bytes
 
     def used_bytes(self) -> int:
         """Return the bytes of host memory that hold something now."""
-        for lane in self._lanes.values():
+        for lane in self._lanes:
             lane.tidy()
         return self._slab.used_bytes if self._slab else 0
 
     def status(self) -> OffloadStatus:
         """Return what was offloaded so far, printable."""
         moved = {
-            name: sum(lane.moved_bytes[name] for lane in self._lanes.values())
+            name: sum(lane.moved_bytes[name] for lane in self._lanes)
             for name in ("out", "first", "living", "full", "spilled", "ahead", "late")
         }
         return OffloadStatus(
@@ -183,15 +188,15 @@ class Offload:
         return held
 
     def _lane_of(self, device: torch.device) -> Lane:
-        found = self._lanes.get(device)
+        found = self._lane_by_device.get(device)
         if found is not None:
             return found
         places, limits = self.open(), self._limits
         with self._lock:
-            if device not in self._lanes:
+            if device not in self._lane_by_device:
                 limits = replace(limits, window_bytes=self._window_bytes)
-                self._lanes[device] = Lane(device, places, limits)
-            return self._lanes[device]
+                self._lane_by_device[device] = Lane(device, places, limits)
+            return self._lane_by_device[device]
 
     def _may_move(self, tensor: Tensor) -> bool:
         return (

@@ -8,8 +8,8 @@ of files, which would take the host memory that is to be saved.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,22 +29,31 @@ BLOCK = 4096
 CHUNK = 1 << 22
 """Bytes of one read or write."""
 
+_NEEDED = ("posix_fallocate", "preadv", "pwrite")
+"""Functions of `os` that not every system has: Windows lacks all, macOS the first."""
+
 
 class Disk:
     """A file of an exact size, cut into parts.
 
     Attributes:
         size: Its bytes.
-        used_bytes: Bytes of parts that are taken.
     """
 
     def __init__(self, size: int, folder: str | None):
         """Make the file in a folder, by default that of temporary files.
 
         Raises:
-            OptionError: If the folder cannot be written to, or has not that much room.
+            OptionError: If the folder cannot be written to, or has not that much room,
+                or the system lacks a function that is needed.
         """
-        self.size, self.used_bytes = size, 0
+        missing = [name for name in _NEEDED if not hasattr(os, name)]
+        if missing:
+            raise OptionError(
+                f"disk= needs os.{missing[0]}, which Python lacks on {sys.platform}: "
+                "leave disk= out, and give more host memory"
+            )
+        self.size = size
         self._extents = Extents(BLOCK)
         self._extents.add(0, size // BLOCK * BLOCK)
         self._lock = Lock()
@@ -65,13 +74,17 @@ class Disk:
         address = self._chunk.data_ptr()
         self._view = memoryview((ctypes.c_char * CHUNK).from_address(address)).cast("B")
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of parts that are taken."""
+        return self._extents.used_bytes
+
     def write(self, content: Tensor) -> Extent | None:
         """Write bytes; return where they are, `None` if the file is full."""
         with self._lock:
             place = self._extents.take(content.nbytes)
             if place is None:
                 return None
-            self.used_bytes += self._extents.rounded(content.nbytes)
             for begin, end, rounded in _chunks(content.nbytes):
                 self._chunk[: end - begin].copy_(content[begin:end])
                 done = 0
@@ -91,10 +104,8 @@ class Disk:
                 target[begin:end].copy_(self._chunk[: end - begin])
 
     def give_back(self, place: Extent, size: int) -> None:
-        """Let other bytes have the place of so many."""
-        with self._lock:
-            self.used_bytes -= self._extents.rounded(size)
-            self._extents.give_back(place, size)
+        """Let other bytes have the place of so many, without waiting for a thread."""
+        self._extents.give_back(place, size)
 
 
 def _chunks(size: int) -> Iterator[tuple[int, int, int]]:
@@ -117,6 +128,8 @@ def _without_name(folder: str) -> int:
 def _bypass_cache(descriptor: int) -> None:
     flag = getattr(os, "O_DIRECT", 0)
     if flag:
+        import fcntl  # Windows has none.
+
         with suppress(OSError):  # Not every file system can.
             before = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, before | flag)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 
 Extent = tuple[int, int]
 """A piece, and where a part begins there, in bytes."""
 
 
 class Extents:
-    """The free parts of pieces; neighbours are merged, within a piece."""
+    """The free parts of pieces; neighbours are merged, within a piece.
+
+    One thread at a time may take a part, but any may give one back meanwhile, even the
+    one that takes: the garbage collector may run there, and free what has a part.
+    """
 
     def __init__(self, alignment: int):
         """Begin without pieces; parts are multiples of so many bytes."""
         self._alignment = alignment
         self._free: list[tuple[Extent, int]] = []  # With their bytes, by place.
+        self._returned: deque[tuple[Extent, int]] = deque()  # Not yet among these.
+        self._taken_bytes = 0  # Of parts that are not free.
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of parts that have not been given back."""
+        return self._taken_bytes - sum(size for _, size in tuple(self._returned))
 
     def rounded(self, size: int) -> int:
         """Return the bytes that a part of a size takes."""
@@ -26,6 +38,7 @@ class Extents:
 
     def take(self, size: int) -> Extent | None:
         """Take a part; return `None` if none is large enough."""
+        self._merge_returned()
         rounded = self.rounded(size)
         fitting = [part for part in self._free if part[1] >= rounded]
         if not fitting:
@@ -35,11 +48,20 @@ class Extents:
         (piece, offset), found = best
         if found > rounded:
             insort(self._free, ((piece, offset + rounded), found - rounded))
+        self._taken_bytes += rounded
         return piece, offset
 
     def give_back(self, place: Extent, size: int) -> None:
-        """Take a part of a size back."""
-        insort(self._free, (place, self.rounded(size)))
+        """Let the next `take` use a part of a size again."""
+        self._returned.append((place, self.rounded(size)))
+
+    def _merge_returned(self) -> None:
+        if not self._returned:
+            return
+        while self._returned:
+            part = self._returned.popleft()
+            insort(self._free, part)
+            self._taken_bytes -= part[1]
         merged: list[tuple[Extent, int]] = []
         for (piece, offset), found in self._free:
             if merged and merged[-1][0] == (piece, offset - merged[-1][1]):

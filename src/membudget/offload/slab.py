@@ -51,8 +51,7 @@ class Slab:
 
     Attributes:
         size: The bytes of its pieces.
-        used_bytes: Bytes in blocks that are given out.
-        most_used_bytes: The most of these at one time.
+        most_used_bytes: The most bytes in blocks that were given out at one time.
         links: What copies from and to these blocks.
     """
 
@@ -67,8 +66,7 @@ class Slab:
         Raises:
             OptionError: If the host has not that much memory.
         """
-        self.size = 0
-        self.used_bytes = self.most_used_bytes = 0
+        self.size = self.most_used_bytes = 0
         self.links: list[Link] = []
         self._is_locked = is_on_accelerator(device)
         self._pieces: list[Tensor] = []
@@ -92,6 +90,11 @@ class Slab:
                 f"{str(error).splitlines()[0]}"
             ) from error
         self.size += size
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in blocks that are given out."""
+        return self._extents.used_bytes
 
     def take(self, size: int) -> HostBlock | None:
         """Return a block; `None` if no free part is large enough.
@@ -117,15 +120,12 @@ class Slab:
         if place is None:
             return None
         rounded, (piece, offset) = self._extents.rounded(size), place
-        self.used_bytes += rounded
         self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
         return HostBlock(place, rounded, self._pieces[piece][offset : offset + size])
 
     def give_back(self, block: HostBlock) -> None:
-        """Take a block back."""
-        with self._lock:
-            self.used_bytes -= block.size
-            self._extents.give_back(block.place, block.size)
+        """Take a block back, without waiting for a thread that takes one."""
+        self._extents.give_back(block.place, block.size)
 
 
 def growing_pieces(bound_bytes: int) -> list[int]:

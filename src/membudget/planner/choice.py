@@ -134,6 +134,14 @@ def _saved_at(saved: Saved) -> int:
     return saved.moment
 
 
+def is_output(graph: StepGraph, saved: Saved) -> bool:
+    """Return whether the operator that saves a tensor has made it.
+
+    An operator's inputs are saved before it runs, its outputs afterwards.
+    """
+    return graph.values[saved.value].operator == saved.moment
+
+
 def storages_of(graph: StepGraph, values: Iterable[int]) -> list[int]:
     """Return the distinct storages of the given tensor values, in order."""
     return list(dict.fromkeys(graph.values[value].storage for value in values))
@@ -149,13 +157,8 @@ def kept_from(graph: StepGraph, block: Block, storage: int) -> int:
 
     A plan names the last write before the backward pass's first saved tensor in it.
     """
-    moments = [block.end]
-    for saved in (graph.saved[index] for index in graph.saved_on.get(storage, ())):
-        # An operator's inputs are saved before it runs, its outputs afterwards.
-        is_output = graph.values[saved.value].operator == saved.moment
-        if saved.asked:
-            moments.append(saved.moment + is_output)
-    return min(moments)
+    asked = (s for i in graph.saved_on.get(storage, ()) if (s := graph.saved[i]).asked)
+    return min([block.end, *(s.moment + is_output(graph, s) for s in asked)])
 
 
 @once

@@ -22,6 +22,7 @@ from membudget.graph import Saved, StepGraph
 from membudget.planner.choice import (
     Block,
     Choice,
+    is_output,
     made_in,
     outlives_forward,
     saved_in,
@@ -218,15 +219,14 @@ def _overwriting(
 def _ends(graph: StepGraph, block: Block, storage: int) -> list[int]:
     """Return a storage's birth and all op indices at which it may be freed."""
     facts = graph.storages[storage]
-    released = facts.death if facts.released is None else facts.released
     saved = (graph.saved[index] for index in graph.saved_on.get(storage, ()))
     others = [s.freed for s in saved if not block.start <= s.moment < block.end]
-    return [facts.birth, facts.death, released, *others]
+    return [facts.birth, facts.death, facts.released_or_dead, *others]
 
 
 def _saved_value(
     graph: StepGraph, saved: Saved, place_of: dict[int, int]
 ) -> tuple[int, bool]:
     """Return the place of a saved tensor's storage, and whether it is an output."""
-    value = graph.values[saved.value]
-    return place_of.get(value.storage, -1), value.operator == saved.moment
+    place = place_of.get(graph.values[saved.value].storage, -1)
+    return place, is_output(graph, saved)

@@ -212,9 +212,8 @@ class ChainNumbers:
         table: list[list[int]] = []
         for made in reversed(self._made):
             for facts in map(graph.storages.__getitem__, made):
-                end = facts.death if facts.released is None else facts.released
                 change[facts.birth] += facts.bytes
-                change[min(end, turn)] -= facts.bytes
+                change[min(facts.released_or_dead, turn)] -= facts.bytes
             peaks = np.cumsum(change)[own] + beside
             table.append(np.maximum.reduceat(peaks, starts).tolist())
         return table[::-1]

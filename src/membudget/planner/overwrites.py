@@ -24,7 +24,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, kept_from, once, storages_saved_in
+from membudget.planner.choice import (
+    Block,
+    is_output,
+    kept_from,
+    once,
+    storages_saved_in,
+)
 from membudget.planner.slices import RecomputeSlice
 
 _Writes = dict[int, list[tuple[int, int]]]
@@ -112,8 +118,7 @@ def copies_of_saved(graph: StepGraph, block: Block) -> list[SourceCopy]:
         if graph.storages[storage].birth >= block.start or storage not in writes:
             continue
         saved = graph.saved[index]
-        # An operator's inputs are saved before it runs, its outputs afterwards.
-        since = saved.moment + (graph.values[saved.value].operator == saved.moment)
+        since = saved.moment + is_output(graph, saved)
         later = (moment for moment, _ in writes[storage] if moment >= since)
         moment = next(later, block.end)
         if moment == block.end and graph.storages[storage].kind == "parameter":

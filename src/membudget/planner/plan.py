@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -185,7 +185,10 @@ class Plan:
             )
         regions = data.get("regions")
         if version != VERSION and isinstance(regions, list):
-            regions = [{"offloaded": [], **dict(region)} for region in regions]
+            regions = [
+                {"offloaded": [], **region} if isinstance(region, Mapping) else region
+                for region in regions
+            ]
             data = {"host": dataclasses.asdict(NO_HOST), **data, "regions": regions}
         plan: Plan = record_of({"device": "", "loops": [], **data}, cls, "plan")
         return plan

@@ -211,8 +211,7 @@ def _gaps(graph: StepGraph, block: Block, front: Front) -> dict[int, tuple[int, 
                 needed[read] = min(needed.get(read, needed[storage]), needed[storage])
     gaps = {}
     for storage in front.bytes:
-        facts = graph.storages[storage]
-        end = facts.death if facts.released is None else facts.released
-        start = min(end, graph.backward_start)
+        released = graph.storages[storage].released_or_dead
+        start = min(released, graph.backward_start)
         gaps[storage] = start, max(start, needed.get(storage, start))
     return gaps

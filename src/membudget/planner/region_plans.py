@@ -15,6 +15,7 @@ from membudget.planner.choice import (
     RERUN,
     Block,
     Choice,
+    is_output,
     kept_from,
     retained_in,
     saved_in,
@@ -88,7 +89,7 @@ def region_plan(
 def _saved_outputs(graph: StepGraph, index: int) -> int:
     """Return how many of its outputs an operator saves."""
     saved = (graph.saved[i] for i in saved_in(graph, Block(index, index + 1)))
-    return sum(graph.values[s.value].operator == index for s in saved)
+    return sum(is_output(graph, s) for s in saved)
 
 
 def _writers(

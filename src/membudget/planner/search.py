@@ -159,7 +159,7 @@ def _may_pay(
     if facts.birth not in schedule.simulation.recomputed:
         return False
     # A kept storage is live at the end of the forward: it must fit there.
-    is_live = (facts.death if facts.released is None else facts.released) > turn
+    is_live = facts.released_or_dead > turn
     turn_bytes = schedule.simulation.alive_bytes[turn]
     return is_live or turn_bytes + facts.bytes <= budget_bytes
 

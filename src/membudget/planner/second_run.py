@@ -24,6 +24,7 @@ from membudget.graph import Operator, StepGraph
 from membudget.planner.choice import (
     Block,
     ends_if_dropped,
+    is_output,
     made_in,
     once,
     saved_in,
@@ -69,9 +70,7 @@ def may_rerun(graph: StepGraph, block: Block) -> bool:
 def rerun_operators(graph: StepGraph, block: Block, held: Sequence[int]) -> range:
     """Return the operators that run until the last of the `held` tensors is saved."""
     last = graph.saved[held[-1]]
-    # An operator's inputs are saved before it runs, its outputs afterwards.
-    is_output = graph.values[last.value].operator == last.moment
-    return range(block.start, last.moment + is_output)
+    return range(block.start, last.moment + is_output(graph, last))
 
 
 @once
@@ -167,7 +166,8 @@ class RerunBackward:
         holders = Counter(map(self._storage, held))
         live: set[int] = set()
         for index in again:
-            for storage in [s for s in live if self._released(s) <= index]:
+            over = [s for s in live if graph.storages[s].released_or_dead <= index]
+            for storage in over:
                 live.remove(storage)
                 if not holders[storage]:
                     ledger.release(storage)
@@ -182,8 +182,3 @@ class RerunBackward:
         # What was not made again is no copy of this block's.
         made = {s for index in again for s in graph.born_at.get(index, ())}
         self._holders = Counter({s: n for s, n in holders.items() if s in made})
-
-    def _released(self, storage: int) -> int:
-        """Return the op index at which the function itself releases a storage."""
-        facts = self._graph.storages[storage]
-        return facts.death if facts.released is None else facts.released

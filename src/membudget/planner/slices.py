@@ -146,9 +146,8 @@ def held_by_living(
     for maker in _makers_in(graph, block) if sources else ():
         last = 0
         for output in unkept.intersection(maker.writes):
-            facts = graph.storages[output]
-            released = facts.death if facts.released is None else facts.released
-            last = max(last, min(released, block.end), until.get(output, 0))
+            lives = min(graph.storages[output].released_or_dead, block.end)
+            last = max(last, lives, until.get(output, 0))
         if last:
             for storage in maker.reads:
                 until[storage] = max(last, until.get(storage, 0))

@@ -26,6 +26,7 @@ from torch import Tensor
 from membudget._torch_accelerator import HOST, counts_on
 from membudget.graph import Kind, Phase, Value
 from membudget.state.bits import plain_parts
+from membudget.text import dtype_name
 
 
 @dataclass(slots=True)
@@ -205,7 +206,7 @@ class Lifetimes:
 
     def _append(self, tensor: Tensor, storage: int, operator: int, output: int) -> int:
         shape = tuple(tensor.shape)
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         size = min(_stored_bytes(tensor), self.storages[storage].bytes)
         self.values.append(Value(storage, size, shape, dtype, operator, output))
         self._values_on.setdefault(storage, []).append(len(self.values) - 1)

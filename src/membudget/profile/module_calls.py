@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from membudget._torch_modules import has_forward_hooks
 from membudget.ops import tensors_in
@@ -40,12 +41,7 @@ def noting_calls(
     """
     noting = _Noting(modules, enter, leave)
     with ExitStack() as stack:
-        for handle in (
-            register_module_forward_pre_hook(noting.begin_unhooked),
-            register_module_forward_hook(noting.end_unhooked),
-            *(m.register_forward_pre_hook(noting.begin) for m in noting.hooked),
-            *(m.register_forward_hook(noting.end, prepend=True) for m in noting.hooked),
-        ):
+        for handle in noting.hooks():
             stack.callback(handle.remove)
         yield
 
@@ -67,6 +63,14 @@ class _Noting:
     def __deepcopy__(self, memo: dict[int, object]) -> _Noting:
         """Return itself: a step that copies a hooked module copies its hooks."""
         return self
+
+    def hooks(self) -> Iterator[RemovableHandle]:
+        """Register the hooks one by one: a scripted module may refuse its own."""
+        yield register_module_forward_pre_hook(self.begin_unhooked)
+        yield register_module_forward_hook(self.end_unhooked)
+        for module in self.hooked:
+            yield module.register_forward_pre_hook(self.begin)
+            yield module.register_forward_hook(self.end, prepend=True)
 
     def begin(self, module: Module, args: Any) -> None:
         path = self._paths.get(id(module))

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from membudget._torch import new_fake_mode, tree_iter
+from membudget._torch import new_fake_mode
 from membudget._torch_accelerator import counts_on, foreach_devices
 from membudget.errors import OptionError
 from membudget.memory.peak import storage_bytes
+from membudget.ops import tensors_in_tree
 from membudget.planner.timeline import timeline
 from membudget.profile.fake import AnyNumber, twin
 from membudget.profile.result import assemble
@@ -65,7 +66,7 @@ def record_optimizer(
             with AnyNumber():  # Adafactor calls `step.item()`.
                 double.step()
             # The first step has created the state: it is live before the second.
-            for state in _tensors(dict(double.state)):
+            for state in tensors_in_tree(dict(double.state)):
                 recorder.lifetimes.know(state, "optimizer", "")
             recorder.begin("optimizer")
             with recorder, AnyNumber():
@@ -80,7 +81,7 @@ def record_optimizer(
     device = step.device  # Which looks through all tensors.
     return storage_bytes(
         state
-        for state in _tensors(dict(double.state))
+        for state in tensors_in_tree(dict(double.state))
         if counts_on(device, state.device)
     )
 
@@ -106,7 +107,7 @@ def next_step_bytes(model: Module, optimizer: Optimizer) -> tuple[int, int]:
     device = recorder.lifetimes.device
     of_trained = [s for p, s in optimizer.state.items() if _has_gradient(p)]
     there = storage_bytes(
-        s for s in _tensors(of_trained) if counts_on(device, s.device)
+        s for s in tensors_in_tree(of_trained) if counts_on(device, s.device)
     )
     return max(0, state - there), timeline(assemble(recorder, state)).peak_bytes
 
@@ -196,7 +197,3 @@ def _double(
     defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
     double: Optimizer = type(optimizer)(groups, **defaults)
     return double
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]

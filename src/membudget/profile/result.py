@@ -90,7 +90,8 @@ class Profile:
         """Create a profile from the data that `to_dict` returned.
 
         Raises:
-            OptionError: If the data is of an unknown version, or a field is missing.
+            OptionError: If the data is of an unknown version, or a field is missing or
+                has the wrong type.
         """
         try:
             texts = {k: str(data[k]) for k in ("model", "tensors", "cost", "loss_from")}
@@ -98,7 +99,7 @@ class Profile:
             graph = data["graph"]
             draws = str(data.get("draws", ""))  # Older files have none.
             chance = tuple(map(int, data.get("chance", ())))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise OptionError(f"the profile is incomplete: {error!r}") from error
         return cls(
             graph=StepGraph.from_dict(graph),

@@ -31,7 +31,6 @@ from torch.autograd.profiler import record_function
 
 from membudget._torch import (
     BelowAutograd,
-    tree_iter,
     tree_map_only,
     without_dispatch_modes,
 )
@@ -39,7 +38,7 @@ from membudget._torch_accelerator import HOST, memory_stats
 from membudget.errors import OptionError
 from membudget.memory.counting import Counted
 from membudget.memory.peak import recorded_events, storage_bytes
-from membudget.ops import facts_of
+from membudget.ops import facts_of, tensors_in_tree
 from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.step_recorder import StepRecorder
 from membudget.state.bits import plain_parts
@@ -221,12 +220,12 @@ def _try(
 
     try:
         args, kwargs = tree_map_only(TensorSpec, zeros, (call.args, call.kwargs))
-        known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        known = {t.untyped_storage()._cdata for t in tensors_in_tree((args, kwargs))}
         with metered:
             output = call.operator(*args, **kwargs)
     except Exception:
         return None
-    parts = [part for t in _tensors(output) for part in plain_parts(t)]
+    parts = [part for t in tensors_in_tree(output) for part in plain_parts(t)]
     made = [t for t in parts if t.untyped_storage()._cdata not in known]
     for index in call.indices:
         _correct(recorder, recorder.operators[index].outputs, index, made, shapes)
@@ -250,7 +249,3 @@ def _correct(
             recorder.lifetimes.values[position] = replace(
                 value, shape=tuple(tensor.shape), bytes=tensor.nbytes
             )
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]

@@ -21,6 +21,7 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.state.bits import content_of, is_freed, plain_parts, same_bytes
+from membudget.text import dtype_name
 
 
 def version_of(tensor: Tensor) -> int:
@@ -175,10 +176,9 @@ def digest(tensor: Tensor, same: TensorCopy | None = None) -> TensorCopy:
 
 
 def _about(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
     # A nested tensor has no shape, or one with a symbol that is new in each run.
     shape = "nested" if tensor.is_nested else list(tensor.shape)
-    return f"{dtype} {shape} on {tensor.device}"
+    return f"{dtype_name(tensor.dtype)} {shape} on {tensor.device}"
 
 
 def write_back(tensor: Tensor, copy: TensorCopy) -> None:
