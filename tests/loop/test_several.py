@@ -141,6 +141,17 @@ def test_a_model_and_a_part_of_it_are_refused():
         mb.budget([model[0], model], "1GiB").start()
 
 
+def test_no_model_at_all_is_refused():
+    with pytest.raises(mb.OptionError, match="there is no model to plan for"):
+        mb.budget([], "1GiB").start()
+
+
+def test_a_model_given_twice_is_refused():
+    model = network()
+    with pytest.raises(mb.OptionError, match="one of the models is given twice"):
+        mb.budget([model, network(), model], "1GiB").start()
+
+
 def test_what_is_put_around_a_forward_may_outlive_the_budget():
     model = network()
     x = torch.randn(8, 64)
