@@ -45,11 +45,15 @@ def check_model(model: Module) -> None:
 
 
 def check_apart(models: Sequence[Module]) -> None:
-    """Reject several models of which one is part of another.
+    """Reject no model at all, one given twice, and one that is part of another.
 
     Raises:
-        OptionError: If one is.
+        OptionError: If it is such a list.
     """
+    if not models:
+        raise OptionError("there is no model to plan for: give at least one")
+    if len({id(model) for model in models}) < len(models):
+        raise OptionError("one of the models is given twice: give each once")
     for outer in models:
         inside = {id(m) for m in outer.modules() if m is not outer}
         for model in models:

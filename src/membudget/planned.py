@@ -44,14 +44,9 @@ MOST_NAMED = 3
 
 
 def carried_of_plan(
-    model: Module,
-    plan: Plan,
-    options: Mapping[str, Any],
-    offload: Offload | None = None,
+    model: Module, plan: Plan, options: Mapping[str, Any]
 ) -> dict[str, Carried]:
     """Return what each module of a model carries under a plan, by its name.
-
-    What the plan moves is moved by `offload`, or by one that is made for the plan.
 
     Raises:
         OptionError: If an option is unknown or invalid.
@@ -59,20 +54,43 @@ def carried_of_plan(
         SelectionError: If a module cannot have a region.
     """
     check_parameters(model, plan)
+    # Kernels may differ on another device than the one that the plan is made for.
+    made_for = "" if plan.device == device_type(model) else plan.device
+    offload = _offload_of(plan.host)
+    return carried_of_regions(model, plan.regions, options, offload, made_for)
+
+
+def carried_of_regions(
+    model: Module,
+    regions: Iterable[RegionPlan],
+    options: Mapping[str, Any],
+    offload: Offload | None,
+    made_for: str = "",
+) -> dict[str, Carried]:
+    """Return what each module of a model carries under a plan's regions, by its name.
+
+    Args:
+        model: The model.
+        regions: The regions.
+        options: Options of all of them.
+        offload: What moves tensors to the host; `None` if nothing does.
+        made_for: The type of the device that they are planned for, if it is another.
+
+    Raises:
+        OptionError: If an option is unknown or invalid.
+        PlanError: If the model lacks a module.
+        SelectionError: If a module cannot have a region.
+    """
     model = unwrapped_model(model)
     known = dict(model.named_modules())
     of_path: dict[str, list[RegionPlan]] = {}
-    for region in plan.regions:
+    for region in regions:
         if region.path not in known:
             raise PlanError(f"the plan names {region.path!r}, which the model lacks")
         check_can_carry(region.path, known[region.path])
         _check_units(region.path, known[region.path])
         of_path.setdefault(region.path, []).append(region)
-    policies = _Policies(
-        # Kernels may differ on another device than the one that the plan is made for.
-        "" if plan.device == device_type(model) else plan.device,
-        offload or _offload_of(plan.host),
-    )
+    policies = _Policies(made_for, offload)
     carried = {
         path: _carried(path, of, options, policies) for path, of in of_path.items()
     }

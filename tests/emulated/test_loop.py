@@ -6,9 +6,32 @@ import pytest
 import torch
 
 import membudget as mb
+from membudget.loop.meter import BatchMeter
+from membudget.memory.counting import Counted
+from tests.emulated import emu
 from tests.emulated.limited import Trained, limited, peak, runs_out
 
 SHARE = 0.85
+
+
+def test_a_measurement_keeps_its_peak_where_that_of_another_model_begins():
+    emu.configure(segment_bytes=512)
+    peak_bytes, device = 1 << 20, torch.device("emu:0")
+    first, second = BatchMeter(Counted(device)), BatchMeter(Counted(device))
+    for meter in (first, second):
+        meter._counted.start()
+    first.begin()
+    first.mark("outputs")
+    torch.empty(peak_bytes, dtype=torch.uint8, device=device)
+    second.begin()
+    first.mark("backward")
+    found = first.end()
+    assert found is not None
+    assert found.tail_bytes == peak_bytes
+    assert found.peak_bytes >= peak_bytes
+    other = second.end()
+    assert other is not None
+    assert other.peak_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "dropout_transformer", "mixer"])

@@ -19,6 +19,7 @@ from membudget.errors import BudgetWarning, OptionError, PlanError
 from membudget.loop import call_recorder
 from membudget.loop.kind import CallKind
 from membudget.planner.loop_plan import pack, unpack
+from membudget.state import description
 from tests.loop.training import check_held, outcome, tokens, train
 from tests.loops.models import Images, Language
 
@@ -251,6 +252,16 @@ def test_nothing_is_saved_where_nothing_was_planned(tmp_path):
     with fitted, pytest.raises(OptionError, match="no micro-batch was planned"):
         fitted.save(tmp_path / "plan.json")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_model_that_cannot_be_described_trains_and_has_no_plan_to_save(monkeypatch):
+    monkeypatch.setattr(description, "MOST_OBJECTS", 10)
+    model = Language()
+    with mb.budget(model, "60%") as fitted:
+        train(model, [16])
+        with pytest.raises(OptionError, match="no plan to save: it leads to more than"):
+            _ = fitted.plan
+    assert [s.uses for s in fitted.status().situations] == [1]
 
 
 def test_a_file_may_be_saved_in_the_loop(tmp_path):

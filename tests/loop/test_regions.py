@@ -5,11 +5,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import membudget as mb
 from membudget.loop.notes import not_followed
+from tests.loop.training import tokens
+from tests.loops.models import Language
 
 
 class Block(nn.Module):
@@ -46,6 +49,19 @@ def test_a_budget_says_nothing_of_plans_that_were_followed():
     assert not notes_of(changes=False)
 
 
+def test_a_plan_that_cannot_be_put_on_is_refused_each_time_with_the_reason():
+    torch.manual_seed(0)
+    model, ids = Language(drop=0.1), tokens(24)  # Each block has a region of its own.
+    with mb.budget(model, "60%"):
+        model(ids).sum().backward()
+        model.zero_grad()  # The next plan knows what the loop needs, and is another.
+        blocks = model.blocks._modules
+        model.blocks._modules = {f"other{n}": block for n, block in blocks.items()}
+        for _ in range(2):
+            with pytest.raises(mb.PlanError, match="which the model lacks"):
+                model(ids)
+
+
 def test_regions_that_differ_most_are_named_and_the_others_counted():
     note = not_followed(Counter({"a": 0, "b": 1, "c": 4, "d": 2, "e": 3, "f": 1}))
-    assert note.endswith("on, in c (4), e (3), d (2), and in 2 more")
+    assert note.endswith("plan, in c (4), e (3), d (2), and in 2 more")

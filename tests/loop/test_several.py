@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget.attach import has_region
+from membudget.memory import counting
 from tests.loop.training import counted, live_bytes
 
 
@@ -139,6 +142,36 @@ def test_a_model_and_a_part_of_it_are_refused():
     model = network()
     with pytest.raises(mb.OptionError, match="is part of another, Sequential"):
         mb.budget([model[0], model], "1GiB").start()
+
+
+def test_no_model_at_all_is_refused():
+    with pytest.raises(mb.OptionError, match="there is no model to plan for"):
+        mb.budget([], "1GiB").start()
+
+
+def test_a_model_given_twice_is_refused():
+    model = network()
+    with pytest.raises(mb.OptionError, match="one of the models is given twice"):
+        mb.budget([model, network(), model], "1GiB").start()
+
+
+def test_every_model_is_released_if_a_warning_at_the_end_is_an_error():
+    models = [network(), network()]
+    limit = live_bytes() + (4 << 20)
+    with counted(), warnings.catch_warnings():
+        warnings.simplefilter("error", mb.BudgetWarning)
+        fitted = mb.budget(models, limit).start()
+        for model in models:
+            loss = model(torch.randn(8, 64)).sum()
+            torch.empty(limit, dtype=torch.uint8)
+            loss.backward()
+        with pytest.raises(mb.BudgetWarning, match="more than were left for it"):
+            fitted.stop()
+        fitted.stop()
+    for model in models:
+        assert not any(map(has_region, model.modules()))
+        assert type(model) is nn.Sequential
+    assert counting._OPEN.isdisjoint(root._room.counted for root in fitted._roots)
 
 
 def test_what_is_put_around_a_forward_may_outlive_the_budget():

@@ -79,6 +79,41 @@ def test_no_failed_allocation_changes_the_result(make):
         assert all(map(torch.equal, plain, found)), at
 
 
+class Scaled(nn.Module):
+    """Has a scale that is trained, but is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scales = [torch.ones(8, requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scales[0]).sin()
+
+
+def test_a_failed_allocation_undoes_gradients_of_tensors_that_are_not_registered():
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(4, 8)
+    (scale,) = model.scales
+    calls = []
+
+    def micro_batch() -> None:
+        calls.append(1)
+        model(x).sum().backward()
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("on purpose")
+
+    with mb.budget(model, "1GiB") as fitted:
+        fitted.step(micro_batch)
+        gradient = scale.grad
+        assert gradient is not None
+        once = gradient.clone()
+        fitted.step(micro_batch)
+    assert fitted.status().retries == 1
+    assert scale.grad is gradient
+    assert torch.equal(gradient, 2 * once)
+
+
 @torch.library.custom_op("membudget_tests::inexact_sine", mutates_args=())
 def inexact_sine(x: Tensor) -> Tensor:
     """Return the sine, with other bits in a backward pass."""

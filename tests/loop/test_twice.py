@@ -180,6 +180,31 @@ def test_a_refused_backward_pass_leaves_no_cycle_around_what_it_kept():
         gc.enable()
 
 
+class Skipping(nn.Module):
+    """Skips its layer at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.skipped: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.skipped.append(bool(torch.rand(()) < 0.5))
+        return x.sin() if self.skipped[-1] else self.layer(x).sin()
+
+
+def test_chance_is_set_in_the_step_of_a_backward_pass_that_keeps_its_graph():
+    model, x = Skipping(), torch.ones(2, 4, requires_grad=True)
+    drawn: list[int] = []
+    step = TwiceStep(model, (x,), {}, [False, False, True])
+    step.on_draw = lambda: drawn.append(1)
+    for letter in "LS" * 4:
+        step.draws = letter
+        step.run()
+    assert model.skipped == [False, True] * 4
+    assert len(drawn) == 8
+
+
 def test_a_sparse_argument_is_trained_with_as_before():
     class Graph(nn.Module):
         def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -97,10 +98,11 @@ class Budgeted:
         for remove in self._hooks:
             remove()
         self._hooks = []
-        for root in self._roots:
-            root.detach()
-        for root in self._roots:
-            root.meter.peers = ()  # They refer to each other.
+        with (
+            ExitStack() as stack
+        ):  # If one raises, the others are detached all the same.
+            for root in reversed(self._roots):
+                stack.callback(root.detach)
 
     def step(self, function: Callable[[], R]) -> R:
         """Run forward and backward of a micro-batch, again if memory runs out.

@@ -84,9 +84,9 @@ class BatchMeter:
         """
         if not self._counted.is_exact:
             return
+        self._counted.restart()  # Peers note their peaks before the device's is reset.
         if is_on_accelerator(self._counted.device):
             at_rest(self._counted.device)  # So that what is reserved is for this alone.
-        self._counted.restart()
         self._before_bytes, _ = self._counted.bounded_bytes()
         self._number = next(_NUMBERS)
         self._spare_bytes = spare_bytes

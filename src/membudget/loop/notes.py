@@ -35,6 +35,14 @@ def exceeded(history: History, peak_bytes: int) -> str:
     )
 
 
+def found_no_memory(forwards: int) -> str:
+    """Say after how many forwards memory ran out."""
+    return (
+        f"after {forwards} forwards the loss or the backward pass found no memory: the "
+        "plan was tightened each time"
+    )
+
+
 def not_followed(differences: Counter[str]) -> str:
     """Say in which regions calls did not follow their plan; empty if all did."""
     named = [f"{n or 'the model'} ({of})" for n, of in differences.most_common() if of]

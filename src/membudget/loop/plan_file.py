@@ -58,12 +58,14 @@ class PlanFile:
             self._conditions = tuple(_conditions(root) for root in self._roots)
         except IndescribableError as error:
             self._why_not = str(error)
+        if not known:
+            return
         if self._conditions == tuple(loop.conditions for loop in self._loops):
             for root, of in zip(self._roots, known, strict=True):
                 root.plans.start_from(of)
                 root.awaited.most = of.most_awaited
                 root.casts.direct_reads = of.direct_reads
-        elif known:
+        else:
             warnings.warn(
                 "the saved plan is ignored, and every situation is recorded again: it "
                 "was saved with different model code or attributes, another optimizer, "

@@ -15,11 +15,15 @@ from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.situation import Sizes
 from membudget.planner.choice import Choice, made_in
 from membudget.planner.moved import Host
+from membudget.planner.plan import RegionPlan
 from membudget.planner.planner import Planner, plain_schedule, smoothed
+from membudget.planner.region_plans import region_plans
 from membudget.planner.schedule import Schedule, Simulator
 from membudget.planning import overheads_of, planner_of
 from membudget.profile import Profile
 from membudget.state.bits import fingerprint_bytes
+
+RegionPlans = tuple[RegionPlan, ...]
 
 STATE_BYTES = 5056
 """Bytes of the CPU's generator's state; those of accelerators are smaller."""
@@ -93,6 +97,7 @@ class RecordedSize:
     host: HostRoom | None = None
     _planners: dict[int | None, Planner] = field(default_factory=dict)
     _known: dict[Decisions, Schedule] = field(default_factory=dict)
+    _regions: dict[Decisions, RegionPlans] = field(default_factory=dict)
 
     @cached_property
     def profile(self) -> Profile:
@@ -191,6 +196,14 @@ class RecordedSize:
             found = simulator.schedule(key.calls, key.choices)
             self._known[key] = simulator.with_plain_times(found)
         return self._known[key]
+
+    def regions(self, schedule: Schedule) -> RegionPlans:
+        """Return the regions of a schedule."""
+        key = Decisions.of(schedule)
+        if key not in self._regions:
+            graph, absent = self.profile.graph, self.recording.absent
+            self._regions[key] = region_plans(graph, key.calls, key.choices, absent)
+        return self._regions[key]
 
     def bound(self, schedule: Schedule) -> Predicted | None:
         """Return a bound that is convex in the size; `None` if there is none.

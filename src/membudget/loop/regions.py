@@ -6,7 +6,7 @@ Schedules that decide alike share their regions, with all that these have verifi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from torch.nn import Module
@@ -16,11 +16,9 @@ from membudget.attach import Carried, ModuleRegion, put, remove_region
 from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
 from membudget.loop.host_room import HostRoom
-from membudget.loop.point import Decisions, RecordedSize
-from membudget.planned import PlanRegions, carried_of_plan, policies_of
-from membudget.planner.plan import RegionPlan
+from membudget.loop.point import RecordedSize, RegionPlans
+from membudget.planned import PlanRegions, carried_of_regions, policies_of
 from membudget.planner.schedule import Schedule
-from membudget.planning import make_plan
 from membudget.report.kept_text import kept_text
 from membudget.selection import default_names
 from membudget.sharding import around_units, ranks_around
@@ -44,8 +42,6 @@ ON_RANKS = (
     "alone: start them again with a smaller budget or smaller micro-batches"
 )
 
-_RegionPlans = tuple[RegionPlan, ...]
-
 
 class RegionSets:
     """The regions that a model can carry, of which one set is on it.
@@ -68,26 +64,18 @@ class RegionSets:
         self.inner: Carried | None = None
         self._model = model
         self._options = {"verify": verify}
-        self._plans: dict[tuple[Decisions, Collection[int]], _RegionPlans] = {}
-        self._sets: dict[_RegionPlans | None, PlanRegions] = {}
+        self._sets: dict[RegionPlans | None, PlanRegions] = {}
         self._on: PlanRegions = []
         self._kept: Callable[[], str] | None = None
 
     def switch(self, point: RecordedSize, schedule: Schedule, limit_bytes: int) -> None:
         """Put the regions of a schedule on the model, in place of those there."""
-        absent = point.recording.absent
-        key = Decisions.of(schedule), absent
-        if key not in self._plans:
-            simulated = point.simulated(schedule)
-            plan = make_plan(point.profile, simulated, self._model, 0, absent=absent)
-            self._plans[key] = plan.regions
-            if plan.regions not in self._sets:
-                carried = carried_of_plan(
-                    *(self._model, plan, self._options),
-                    None if self._host is None else self._host.offload,
-                )
-                self._sets[plan.regions] = self._noted(carried)
-        self._put(self._sets[self._plans[key]])
+        regions = point.regions(schedule)
+        if regions not in self._sets:
+            offload = None if self._host is None else self._host.offload
+            carried = carried_of_regions(self._model, regions, self._options, offload)
+            self._sets[regions] = self._noted(carried)
+        self._put(self._sets[regions])
         self._kept = partial(_kept_under, point, schedule, limit_bytes)
 
     def recompute_all(self) -> None:

@@ -23,6 +23,7 @@ from membudget._torch_accelerator import HOST
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning
+from membudget.loop import notes
 from membudget.loop.awaited import Awaited, Forward
 from membudget.loop.call_recorder import CallRecorder, UnrecordableError
 from membudget.loop.casts import CachedCasts
@@ -31,7 +32,6 @@ from membudget.loop.history import History
 from membudget.loop.host_room import HostRoom
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import differentiable
-from membudget.loop.notes import OUT_OF_REACH, exceeded, not_followed, unrecordable
 from membudget.loop.plans import Plans
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.room import Room
@@ -105,11 +105,14 @@ class Root:
     def detach(self) -> None:
         """Take this and all regions off the model, and stop measuring."""
         self._owner = None
-        self.end_measurement()
-        self._room.counted.stop()
-        self.sets.clear()
-        if carried_by(self.model) is self:
-            remove_region(self.model)
+        try:
+            self.end_measurement()
+        finally:  # What it warns of may be an error.
+            self.meter.peers = ()  # They refer to each other.
+            self._room.counted.stop()
+            self.sets.clear()
+            if carried_by(self.model) is self:
+                remove_region(self.model)
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -154,7 +157,7 @@ class Root:
         if not may_read_bytes():
             self.sets.clear()
             if not self._was_out_of_reach:
-                warnings.warn(OUT_OF_REACH, BudgetWarning, stacklevel=2)
+                warnings.warn(notes.OUT_OF_REACH, BudgetWarning, stacklevel=2)
             self._was_out_of_reach = True
         elif not self.awaited.now():  # Else it is measured, as the loss is.
             self.end_measurement()
@@ -221,7 +224,7 @@ class Root:
     def _give_up(self, why: str) -> None:
         """Recompute every block from now on, and say so."""
         self._why_not = why
-        warnings.warn(unrecordable(self.model, why), BudgetWarning, stacklevel=2)
+        warnings.warn(notes.unrecordable(self.model, why), BudgetWarning, stacklevel=2)
 
     # After the forward.
 
@@ -274,7 +277,7 @@ class Root:
         beyond = found.peak_bytes - history.limit_bytes
         if beyond > 0 and history.limit_bytes and situation not in self._warned:
             self._warned.add(situation)
-            text = exceeded(history, found.peak_bytes)
+            text = notes.exceeded(history, found.peak_bytes)
             warnings.warn(text, BudgetWarning, stacklevel=2)
 
     # For people.
@@ -284,13 +287,10 @@ class Root:
         if self._why_not:
             yield f"no plan: the model cannot be recorded ({self._why_not})"
         if self._shortages:
-            yield (
-                f"after {self._shortages} forwards the loss or the backward pass found "
-                "no memory: the plan was tightened each time"
-            )
+            yield notes.found_no_memory(self._shortages)
         if self._was_out_of_reach:
-            yield OUT_OF_REACH
-        if differing := not_followed(self.sets.differences()):
+            yield notes.OUT_OF_REACH
+        if differing := notes.not_followed(self.sets.differences()):
             yield differing
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"

@@ -38,7 +38,7 @@ from membudget.profile import Profile
 from membudget.profile.fake import twin
 from membudget.refusal import name_holders
 from membudget.scope import Scope
-from membudget.state.autocast import Autocast, outside_autocast
+from membudget.state.autocast import Autocast, clear_casts, outside_autocast
 from membudget.state.bits import has_bits
 
 
@@ -97,8 +97,9 @@ class TwiceStep(MicroBatchStep):
         super().__init__(model, args, kwargs)
         self._asked = asked
 
-    def run(self, before_backward: Callable[[], None] | None = None) -> Any:
+    def run_as_drawn(self, before_backward: Callable[[], None] | None) -> Any:
         """Run the step; what the inner backward pass has made is live until its end."""
+        clear_casts()
         output = self._called()
         roots = differentiable(output)
         parameters = map(self.leaves_of.of, self.model.parameters())

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from membudget.allocation import is_out_of_memory, let_go
 from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.loop.regions import NEVER, explain
 from membudget.loop.root import Root
-from membudget.state.identity import TensorCopy, host_copy, write_back
+from membudget.state.identity import host_copy, write_back
 from membudget.state.snapshot import State
 
 R = TypeVar("R")
@@ -92,24 +91,14 @@ class BatchUndo:
         """Note the state of the models, and of all random streams."""
         roots = [(f"model {number}", model) for number, model in enumerate(models)]
         self._objects = State(roots, contents=False)
-        self._leaves: list[tuple[Tensor, Tensor | None]] = []
-        self._written: list[tuple[Tensor, TensorCopy]] = []
-        for _, model in roots:
-            for parameter in model.parameters():
-                self._leaves.append((parameter, parameter.grad))
-                if parameter.grad is not None:
-                    self._copy(parameter.grad)
-            for buffer in model.buffers():
-                self._copy(buffer)
-
-    def _copy(self, tensor: Tensor) -> None:
-        self._written.append((tensor, host_copy(tensor)))
+        buffers = [buffer for _, model in roots for buffer in model.buffers()]
+        written = [*self._objects.gradients(), *buffers]
+        self._written = [(tensor, host_copy(tensor)) for tensor in written]
 
     @torch.no_grad()
     def undo(self) -> None:
         """Bring everything back; the gradients are the tensors that they were."""
         self._objects.restore()
-        for parameter, gradient in self._leaves:
-            parameter.grad = gradient
+        self._objects.restore_gradients()
         for tensor, copy in self._written:
             write_back(tensor, copy)

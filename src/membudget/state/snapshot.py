@@ -132,8 +132,12 @@ class State:
         # Otherwise the next run would find weights that autocast cast in this one.
         clear_casts()
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients whose contents were not copied."""
+        return [gradient for _, gradient in self._gradients if gradient is not None]
+
     def restore_gradients(self) -> None:
-        """Attach the original gradients again, with their original content."""
+        """Attach the original gradients again, with the content that was copied."""
         for tensor, gradient in self._gradients:
             tensor.grad = gradient
         for name, state in self._tensors.items():
