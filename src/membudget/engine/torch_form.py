@@ -112,9 +112,8 @@ class _FunctionPolicy(TorchPolicy):
         super().__init__(policy)
         self._function = policy.function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
-        answer: CheckpointPolicy | bool = self._function(*args, **kwargs)
-        return answer
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
