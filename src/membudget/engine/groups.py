@@ -38,7 +38,7 @@ BY_BACKWARD: dict[int, Frames] = {}
 _MOST_BACKWARDS = 64
 
 
-class _Group(Frames):
+class _OpenGroup(Frames):
     """An open `execution_group`: equal to itself alone, however little it holds."""
 
     def __eq__(self, other: object) -> bool:
@@ -48,7 +48,7 @@ class _Group(Frames):
 # The open groups: while there are any, recomputed tensors stay. The list is
 # process-wide, because autograd recomputes on threads of its own, which must see it. So
 # what one thread recomputes may stay for a group of another, until that ends.
-OPEN_GROUPS: list[_Group] = []
+OPEN_GROUPS: list[_OpenGroup] = []
 
 _OUTSIDE_BACKWARD = -1
 
@@ -69,7 +69,7 @@ def execution_group() -> Iterator[None]:
         ...     y[0].backward(retain_graph=True)
         ...     y[1].backward()
     """
-    group = _Group()
+    group = _OpenGroup()
     OPEN_GROUPS.append(group)
     try:
         yield
