@@ -8,8 +8,9 @@ take. `micro_batch` records a call without memory, with `leaves` for parameters,
 without its `shards`, and no `collectives` sent. `point` predicts it under a plan, and
 `kind` predicts calls of other sizes from a few points; `evaluation` foresees calls
 without gradients, and `twice` gradients that keep their graph. `host_room` says what
-may be moved to the host. `budgeted` is what a user sees, `undo` and `report` serve its
-`step` and `status`; `learned` and `plan_file` hand what is known to the next run.
+may be moved to the host, and `numbers` tells of arguments that make ever new kinds.
+`budgeted` is what a user sees, `undo` and `report` serve its `step` and `status`;
+`learned` and `plan_file` hand what is known to the next run.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def budget(
     Warns:
         BudgetWarning: If a micro-batch took more than was left for it, or the model
             cannot be recorded on fake tensors; each block is then recomputed. Also if
-            the plan was saved under other conditions, such as other code of the model.
+            the plan was saved under other conditions, such as other code of the model,
+            and if numbers among the arguments make ever new situations.
 
     Not counted: memory outside torch's allocator; on the CPU without a C++ compiler,
     tensors that nothing in Python refers to, and no micro-batch is measured.
