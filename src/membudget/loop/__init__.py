@@ -18,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from membudget._torch_accelerator import main_device
 from membudget.allowance import check_budget, share_of
 from membudget.errors import OptionError
 from membudget.host import Offloading
@@ -35,7 +33,7 @@ from membudget.memory.counting import Counted
 from membudget.planner.plan import Plan
 from membudget.profile.optimizer_step import unwrapped
 from membudget.sharding import ranks_of, unwrapped_model
-from membudget.step import check_arguments
+from membudget.step import check_arguments, device_of_model
 from membudget.text import parse_bytes
 
 __all__ = ["Budgeted", "budget"]
@@ -130,7 +128,7 @@ def budget(
         check_arguments(one)
     # No region in it communicates, so that each rank may plan for itself.
     models = [unwrapped_model(one) for one in given]
-    devices = [_device_of(one) for one in models]
+    devices = [device_of_model(one) for one in models]
     hosts = host_rooms(host, offload, devices)
     steps = unwrapped(optimizer)
     roots = [
@@ -139,7 +137,3 @@ def budget(
     ]
     ranks = max(map(ranks_of, given), default=1)
     return Budgeted(budget, roots, PlanFile(roots, plan), ranks)
-
-
-def _device_of(model: Module) -> torch.device:
-    return main_device((*model.parameters(), *model.buffers()))
