@@ -153,11 +153,11 @@ def _plan(options: argparse.Namespace) -> int:
     mesh = mesh_of(options)
     model, batch, loss = _made(options, on_meta=options.fake or bool(mesh))
     from membudget.host import asked_host
-    from membudget.planned import device_of_model
     from membudget.planning import plan_for
     from membudget.profile import profile
     from membudget.report.kind_text import kind_lines
     from membudget.report.plan_text import described
+    from membudget.step import device_of_model
 
     device = device_of_model(model)
     given = asked_host(options.host, "auto", device, options.device)

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.nn import Module
 
-from membudget._torch_accelerator import main_device
 from membudget.attach import (
     Carried,
     ModuleRegion,
@@ -37,6 +35,7 @@ from membudget.planner.plan import (
 )
 from membudget.policies import Planned, Unplanned, in_place_or_not_at
 from membudget.sharding import units_of, unwrapped_model
+from membudget.step import device_of_model
 from membudget.text import dtype_name
 
 MOST_NAMED = 3
@@ -275,14 +274,6 @@ def without_plan(model: Module, put_back: bool = False) -> Iterator[None]:
     finally:
         if put_back:
             put_on(planned)
-
-
-def device_of_model(model: Module) -> torch.device:
-    """Return the device on which a model's operators run.
-
-    A model on `meta` is recorded as on the CPU.
-    """
-    return main_device((*model.parameters(), *model.buffers()))
 
 
 def device_type(model: Module) -> str:

@@ -196,6 +196,14 @@ class Step:
         yield from self.batch_tensors().values()
 
 
+def device_of_model(model: Module) -> torch.device:
+    """Return the device on which a model's operators run.
+
+    A model on `meta` is recorded as on the CPU.
+    """
+    return main_device((*model.parameters(), *model.buffers()))
+
+
 class CallableStep(Step):
     """A step that the user wrote: forward and backward in one function."""
 

@@ -20,10 +20,10 @@ def test_a_measurement_keeps_its_peak_where_that_of_another_model_begins():
     first, second = BatchMeter(Counted(device)), BatchMeter(Counted(device))
     for meter in (first, second):
         meter._counted.start()
-    first.begin()
+    first.begin(int)
     first.mark("outputs")
     torch.empty(peak_bytes, dtype=torch.uint8, device=device)
-    second.begin()
+    second.begin(int)
     first.mark("backward")
     found = first.end()
     assert found is not None

@@ -69,7 +69,7 @@ def test_a_budget_communicates_nothing(ranks: Reports, case: str) -> None:
             "Longest waits for other ranks in its forward, or sends them integers",
         ),
         ("part", "is part of a model that fully_shard shards"),
-        ("step", "2 ranks train the model together, and step()"),
+        ("step", "2 ranks train the model together. step() would"),
     ],
 )
 def test_what_would_wait_for_other_ranks_is_refused_on_all(

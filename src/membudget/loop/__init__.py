@@ -8,8 +8,9 @@ take. `micro_batch` records a call without memory, with `leaves` for parameters,
 without its `shards`, and no `collectives` sent. `point` predicts it under a plan, and
 `kind` predicts calls of other sizes from a few points; `evaluation` foresees calls
 without gradients, and `twice` gradients that keep their graph. `host_room` says what
-may be moved to the host. `budgeted` is what a user sees, `undo` and `report` serve its
-`step` and `status`; `learned` and `plan_file` hand what is known to the next run.
+may be moved to the host, and `numbers` tells of arguments that make ever new kinds.
+`budgeted` is what a user sees, `undo` and `report` serve its `step` and `status`;
+`learned` and `plan_file` hand what is known to the next run.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from membudget._torch_accelerator import main_device
 from membudget.allowance import check_budget, share_of
 from membudget.errors import OptionError
 from membudget.host import Offloading
@@ -34,7 +33,7 @@ from membudget.memory.counting import Counted
 from membudget.planner.plan import Plan
 from membudget.profile.optimizer_step import unwrapped
 from membudget.sharding import ranks_of, unwrapped_model
-from membudget.step import check_arguments
+from membudget.step import check_arguments, device_of_model
 from membudget.text import parse_bytes
 
 __all__ = ["Budgeted", "budget"]
@@ -98,7 +97,8 @@ def budget(
     Warns:
         BudgetWarning: If a micro-batch took more than was left for it, or the model
             cannot be recorded on fake tensors; each block is then recomputed. Also if
-            the plan was saved under other conditions, such as other code of the model.
+            the plan was saved under other conditions, such as other code of the model,
+            and if numbers among the arguments make ever new situations.
 
     Not counted: memory outside torch's allocator; on the CPU without a C++ compiler,
     tensors that nothing in Python refers to, and no micro-batch is measured.
@@ -128,7 +128,7 @@ def budget(
         check_arguments(one)
     # No region in it communicates, so that each rank may plan for itself.
     models = [unwrapped_model(one) for one in given]
-    devices = [_device_of(one) for one in models]
+    devices = [device_of_model(one) for one in models]
     hosts = host_rooms(host, offload, devices)
     steps = unwrapped(optimizer)
     roots = [
@@ -137,7 +137,3 @@ def budget(
     ]
     ranks = max(map(ranks_of, given), default=1)
     return Budgeted(budget, roots, PlanFile(roots, plan), ranks)
-
-
-def _device_of(model: Module) -> torch.device:
-    return main_device((*model.parameters(), *model.buffers()))

@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from membudget._torch import is_any_autocast_enabled, without_dispatch_modes
-from membudget._torch_accelerator import main_device
 from membudget._torch_modules import own_parameters
 from membudget.sharding import is_fully_sharded
 from membudget.state.autocast import clear_casts
 from membudget.state.identity import is_leaf, version_of
+from membudget.step import device_of_model
 
 GATHERED = ""
 """The name, in recordings, of parameters that FSDP gathers."""
@@ -70,7 +70,7 @@ class CachedCasts:
         if not (is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
             return False
         if self._probe is None:
-            on = main_device((*self._model.parameters(), *self._model.buffers()))
+            on = device_of_model(self._model)
             self._probe = torch.ones(1, 1, device=on, requires_grad=True)
         # The user's hooks are for the model's tensors.
         hooks = saved_tensors_hooks(Tensor.detach, Tensor.detach)

@@ -22,6 +22,10 @@ class Basis(NamedTuple):
     halvings: int | None
 
 
+MOST_MEASURED = 12
+"""Plans of one situation of which is known what they took; the oldest goes first."""
+
+
 @dataclass
 class History:
     """What is known of one situation.
@@ -43,6 +47,7 @@ class History:
         measured: Largest measured peak under each plan; `None` for no plan.
         basis: What the plan in force stands on; `None` before the first.
         taken: The plan that fit last, and the peak that was expected of it then.
+        is_warned_of: Whether the user was told that it takes more than is left.
     """
 
     text: str
@@ -59,6 +64,7 @@ class History:
     measured: dict[Decisions | None, int] = field(default_factory=dict)
     basis: Basis | None = None
     taken: tuple[Decisions, int] | None = None
+    is_warned_of: bool = False
 
     @property
     def decisions(self) -> Decisions | None:
@@ -76,6 +82,20 @@ class History:
         if known is not None:
             return max(foreseen_bytes, known)
         return foreseen_bytes + self.correction_bytes
+
+    def measure(self, peak_bytes: int) -> None:
+        """Note what a micro-batch took under the plan in force."""
+        self.last_bytes = peak_bytes
+        self.worst_bytes = max(self.worst_bytes, peak_bytes)
+        known_bytes = self.measured.pop(self.decisions, 0)
+        self.measured[self.decisions] = max(peak_bytes, known_bytes)
+        if len(self.measured) > MOST_MEASURED:
+            del self.measured[next(iter(self.measured))]
+
+    def forget_plans(self) -> None:
+        """Forget all plans, whose recording is forgotten, but not what they took."""
+        self.predicted = self.basis = self.taken = None
+        self.measured.clear()
 
     def expect(self, peak_bytes: int) -> None:
         """Expect a peak of later micro-batches, even if it is beyond the prediction."""

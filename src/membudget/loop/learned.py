@@ -61,7 +61,7 @@ class Learned:
         except (KeyError, TypeError, ValueError) as error:
             raise _not_whole(error) from error
 
-    def kind(self, of: Hashable, host: HostRoom | None = None) -> CallKind | None:
+    def kind(self, of: Hashable, host: HostRoom | None) -> CallKind | None:
         """Return what was recorded of a kind; `None` if nothing was.
 
         Args:
@@ -108,7 +108,9 @@ class Learned:
             history.taken = history.predicted.decisions, known.expected_bytes
 
 
-def situation_plan(situation: Situation, history: History, kind: CallKind) -> Any:
+def situation_plan(
+    situation: Situation, history: History, kind: CallKind
+) -> SituationPlan:
     """Return what is known of a situation, for people and for a later run."""
     found, key = history.predicted, history.decisions
     schedules, taken = [*kind.schedules], history.taken

@@ -76,7 +76,7 @@ class BatchMeter:
         self._before_bytes = self._number = 0
         self._spare_bytes: Callable[[], int] = int
 
-    def begin(self, spare_bytes: Callable[[], int] = int) -> None:
+    def begin(self, spare_bytes: Callable[[], int]) -> None:
         """Begin to measure a micro-batch, if the device's bytes are counted.
 
         Args:

@@ -150,6 +150,7 @@ def _loop_plan(root: Root, conditions: str) -> LoopPlan:
     own = [
         situation_plan(situation, history, plans.kind(situation))
         for situation, history in plans.histories.items()
+        if situation.kind in plans.kinds  # Others were forgotten.
     ]
     kinds = {key_of(of): kind_data(kind) for of, kind in plans.kinds.items()}
     learned = {

@@ -13,7 +13,9 @@ Rules
 5. A plan that fit and held is not refused in the same bytes because other sizes have
    taken more since than was expected of them.
 6. Sizes that were not recorded use plans of those that were (see `kind`), until they
-   come often.
+   come often. They go on to do so where as many are recorded as are kept.
+7. What is kept of the past has bounds. A kind that is forgotten is recorded again when
+   it comes again; what it took beyond all predictions is still known.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from membudget.loop.kind import CallKind, Tail
 from membudget.loop.learned import Learned
 from membudget.loop.meter import Measured
 from membudget.loop.micro_batch import RecordedBatch
+from membudget.loop.numbers import Numbers
 from membudget.loop.point import Predicted, RecordedSize
 from membudget.loop.situation import Situation
 
@@ -49,6 +52,16 @@ WORTH = 1.05
 
 MARGIN = 0.01
 """Share of a peak that is added where it is not of a recorded size."""
+
+
+MOST_RECORDED = 256
+"""Recorded sizes of all kinds; the kind that has not come for longest goes first."""
+
+MOST_PLANNERS = 8
+"""Recorded sizes that keep their planners, as they take most of the memory."""
+
+MOST_SITUATIONS = 1024
+"""Situations whose histories are kept; the rarest goes first."""
 
 
 class Left(NamedTuple):
@@ -87,6 +100,8 @@ class Plans:
         self.is_first = True
         self.newest: History | None = None
         self.known = Learned()
+        self._planned: list[RecordedSize] = []
+        self._numbers = Numbers()
 
     def start_from(self, known: Learned) -> None:
         """Begin with what an earlier run learned."""
@@ -96,11 +111,9 @@ class Plans:
     def kind(self, situation: Situation) -> CallKind:
         """Return the kind of a situation."""
         of = situation.kind
-        if of not in self.kinds:
-            self.kinds[of] = self.known.kind(of, self._host) or CallKind(
-                self.tail, host=self._host
-            )
-        return self.kinds[of]
+        found = self.kinds.pop(of, None) or self.known.kind(of, self._host)
+        self.kinds[of] = found or CallKind(self.tail, host=self._host)
+        return self.kinds[of]  # The latest is the last.
 
     def begin(self, situation: Situation, text: str) -> History:
         """Return what is known of a situation that has not come in this run.
@@ -108,24 +121,57 @@ class Plans:
         Args:
             situation: The situation.
             text: Shapes of the tensors that the model is called with.
+
+        Warns:
+            BudgetWarning: If numbers among the arguments make ever new situations.
         """
         history = History(text)
         self.known.recall(situation, self.kind(situation), history)
+        if len(self.histories) >= MOST_SITUATIONS:
+            del self.histories[min(self.histories, key=self._uses)]
         self.histories[situation] = history
+        self._numbers.look(situation.kind)
         return history
+
+    def _uses(self, situation: Situation) -> int:
+        return self.histories[situation].uses
 
     def point(self, situation: Situation) -> RecordedSize:
         """Return the recorded size of a situation; record it if it was not."""
-        kind = self.kind(situation)
-        known = kind.points.get(situation.sizes)
-        return known or kind.add(situation.sizes, self._record())
+        known = self.kind(situation).points.get(situation.sizes)
+        if known is not None:
+            return known
+        recording = self._record()
+        while self._recorded >= MOST_RECORDED:
+            self._forget(next(iter(self.kinds)))
+        return self.kind(situation).add(situation.sizes, recording)
+
+    @property
+    def _recorded(self) -> int:
+        return sum(len(kind.recordings) for kind in self.kinds.values())
+
+    def _forget(self, kind: Hashable) -> None:
+        """Forget what was recorded of a kind, and the plans that stand on it."""
+        del self.kinds[kind]
+        for situation, history in self.histories.items():
+            if situation.kind == kind:
+                history.forget_plans()
+
+    def _to_plan(self, point: RecordedSize) -> RecordedSize:
+        """Return a recorded size, which is one of the few that keep their planners."""
+        self._planned = [p for p in self._planned if p is not point]
+        self._planned.append(point)
+        if len(self._planned) > MOST_PLANNERS:
+            self._planned.pop(0).forget_planners()
+        return point
 
     def prepare(self, situation: Situation, history: History) -> None:
         """Record a micro-batch that is about to run, if that is needed to plan it."""
         history.uses += 1
         kind = self.kind(situation)
-        is_known = history.uses < OWN_PLAN_USES and kind.around(situation.sizes)
-        if situation.sizes not in kind.points and not is_known:
+        is_rare = history.uses < OWN_PLAN_USES or self._recorded >= MOST_RECORDED
+        is_known = situation.sizes in kind.points
+        if not is_known and not (is_rare and kind.around(situation.sizes)):
             self.point(situation)
 
     def reference(self, situation: Situation) -> RecordedSize:
@@ -188,7 +234,8 @@ class Plans:
                 fitting = [p for p in fitting if self._host.holds(p.host, halvings)]
             if fitting:
                 return min(fitting, key=attrgetter("slowdown"))
-        point = self.point(situation)
+        point = self._to_plan(self.point(situation))
+        kind = self.kind(situation)  # Another one if it was forgotten.
         if self.is_first:
             if history.fits(point.plain, int(AMPLE_SHARE * wanted_bytes)):
                 return kind.plain(point)
@@ -204,12 +251,13 @@ class Plans:
 
     def spare_bytes(self, situation: Situation) -> int:
         """Return by how much the smallest plan lowers the peak of a micro-batch."""
-        history = self.histories[situation]
-        predicted = history.predicted
-        if predicted is None:
+        history = self.histories.get(situation)
+        predicted = None if history is None else history.predicted
+        if history is None or predicted is None:
             return 0
         halvings = None if history.basis is None else history.basis.halvings
-        least_bytes = self.reference(situation).planner(halvings).least_bytes()
+        point = self._to_plan(self.reference(situation))
+        least_bytes = point.least_bytes(halvings)
         return max(0, predicted.peak_bytes - least_bytes)
 
     def tighten(self) -> bool:
@@ -225,10 +273,7 @@ class Plans:
 
     def learn(self, situation: Situation, history: History, measured: Measured) -> None:
         """Note what a micro-batch took."""
-        history.last_bytes = measured.peak_bytes
-        history.worst_bytes = max(history.worst_bytes, measured.peak_bytes)
-        key = history.decisions
-        history.measured[key] = max(measured.peak_bytes, history.measured.get(key, 0))
+        history.measure(measured.peak_bytes)
         if measured.tail_bytes is None or history.predicted is None:
             return
         self.is_first = False

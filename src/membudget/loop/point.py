@@ -29,6 +29,13 @@ STATE_BYTES = 5056
 """Bytes of the CPU's generator's state; those of accelerators are smaller."""
 
 
+MOST_KNOWN = 64
+"""Schedules of which is known what a size takes under them."""
+
+MOST_FOUND = 32
+"""Schedules that a planner finds before it is made anew, without what it simulated."""
+
+
 class Decisions(NamedTuple):
     """What a schedule decides, without what was predicted of it for one size."""
 
@@ -96,6 +103,7 @@ class RecordedSize:
     holds_casts: bool = True
     host: HostRoom | None = None
     _planners: dict[int | None, Planner] = field(default_factory=dict)
+    _least: dict[int | None, int] = field(default_factory=dict)
     _known: dict[Decisions, Schedule] = field(default_factory=dict)
     _regions: dict[Decisions, RegionPlans] = field(default_factory=dict)
 
@@ -125,11 +133,22 @@ class RecordedSize:
         Args:
             halvings: How often the memory of the host is halved; `None` for none of it.
         """
-        if halvings not in self._planners:
+        known = self._planners.get(halvings)
+        if known is None or len(known.found) >= MOST_FOUND:
             graph, room = self.profile.graph, self.host
             host = None if room is None else room.serving(graph, halvings)
             self._planners[halvings] = planner_of(self.profile, host)
         return self._planners[halvings]
+
+    def least_bytes(self, halvings: int | None) -> int:
+        """Return the peak of the smallest schedule, which outlives its planner."""
+        if halvings not in self._least:
+            self._least[halvings] = self.planner(halvings).least_bytes()
+        return self._least[halvings]
+
+    def forget_planners(self) -> None:
+        """Forget what finds schedules, which takes most of the memory."""
+        self._planners.clear()
 
     @cached_property
     def structure(self) -> Hashable:
@@ -190,6 +209,10 @@ class RecordedSize:
     def simulated_as(self, key: Decisions) -> Schedule:
         """Return the schedule of some decisions as it is predicted for this size."""
         if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+                self._regions.clear()
+                del self.simulator
             simulator = self.simulator
             if key.host is not None:
                 simulator = simulator.with_host(key.host)

@@ -43,6 +43,10 @@ ON_RANKS = (
 )
 
 
+MOST_SETS = 64
+"""Sets of regions that are kept with what they have verified; the oldest goes first."""
+
+
 class RegionSets:
     """The regions that a model can carry, of which one set is on it.
 
@@ -65,17 +69,22 @@ class RegionSets:
         self._model = model
         self._options = {"verify": verify}
         self._sets: dict[RegionPlans | None, PlanRegions] = {}
+        self._past: Counter[tuple[str, str]] = Counter()
         self._on: PlanRegions = []
         self._kept: Callable[[], str] | None = None
 
     def switch(self, point: RecordedSize, schedule: Schedule, limit_bytes: int) -> None:
         """Put the regions of a schedule on the model, in place of those there."""
         regions = point.regions(schedule)
-        if regions not in self._sets:
+        found = self._sets.pop(regions, None)
+        if found is None:
             offload = None if self._host is None else self._host.offload
             carried = carried_of_regions(self._model, regions, self._options, offload)
-            self._sets[regions] = self._noted(carried)
-        self._put(self._sets[regions])
+            found = self._noted(carried)
+        self._sets[regions] = found  # The latest is the last.
+        if len(self._sets) > MOST_SETS:
+            self._past.update(_counted(self._sets.pop(next(iter(self._sets)))))
+        self._put(found)
         self._kept = partial(_kept_under, point, schedule, limit_bytes)
 
     def recompute_all(self) -> None:
@@ -108,22 +117,20 @@ class RegionSets:
 
     def counted(self) -> dict[str, tuple[int, int]]:
         """Return forwards and recomputes of each region, by name."""
-        totals: dict[str, tuple[int, int]] = {}
-        for _, _, carried in self._all():
-            if of := carried.statistics:
-                forwards, recomputes = totals.get(of.label, (0, 0))
-                totals[of.label] = forwards + of.forwards, recomputes + of.recomputes
-        return totals
+        totals = self._totals()
+        names = [name for what, name in totals if what == "forwards"]
+        return {n: (totals["forwards", n], totals["recomputes", n]) for n in names}
 
     def differences(self) -> Counter[str]:
         """Return how many calls of each region did not follow their plan, by name."""
-        totals: Counter[str] = Counter()
-        for name, _, carried in self._all():
-            totals[name] += sum(p.differences for p in policies_of(carried))
-        return totals
+        found = self._totals().items()
+        return Counter({n: of for (what, n), of in found if what == "differences"})
 
-    def _all(self) -> PlanRegions:
-        return [region for regions in self._sets.values() for region in regions]
+    def _totals(self) -> Counter[tuple[str, str]]:
+        totals = Counter(self._past)
+        for regions in self._sets.values():
+            totals.update(_counted(regions))
+        return totals
 
     def _put(self, regions: PlanRegions) -> None:
         if regions is self._on:
@@ -141,6 +148,18 @@ class RegionSets:
         self.ranks = max(self.ranks, ranks_around(self._model))
         modules = dict(self._model.named_modules())
         return [(name, modules[name], of) for name, of in carried.items()]
+
+
+def _counted(regions: PlanRegions) -> Counter[tuple[str, str]]:
+    """Return what regions counted, each number by what it is and its region's name."""
+    found: Counter[tuple[str, str]] = Counter()
+    for name, _, carried in regions:
+        if of := carried.statistics:
+            found["forwards", of.label] += of.forwards
+            found["recomputes", of.label] += of.recomputes
+        differences = sum(p.differences for p in policies_of(carried))
+        found["differences", name] += differences
+    return found
 
 
 def explain(error: BaseException, sets: Iterable[RegionSets], remedy: str) -> None:

@@ -19,7 +19,8 @@ class SituationStatus:
         uses: How many micro-batches ran.
         plans: How many plans were made for them.
         left_bytes: Bytes that the last one might allocate.
-        predicted_bytes: Predicted peak of the plan in force; 0 without a plan.
+        predicted_bytes: Predicted peak of the plan in force; 0 without a plan, and if
+            it was forgotten, because many others came since.
         slowdown: Its predicted slowdown; 0 without a plan.
         worst_bytes: Largest measured peak; 0 if none was measured.
         last_bytes: Last measured peak.
@@ -58,7 +59,8 @@ class LoopStatus:
 
     Attributes:
         budget: The budget as it was asked for.
-        situations: One history per situation, in the order in which they came.
+        situations: One history per situation, in the order in which they came; of
+            more than 1,024, the rarest are left out.
         regions: Forwards and recomputes of each region, by name.
         retries: How often `step` ran a micro-batch again.
         notes: What a user should know, in sentences.
@@ -84,7 +86,7 @@ class LoopStatus:
                 str(s.uses),
                 str(s.plans),
                 format_bytes(max(0, s.left_bytes)),
-                format_bytes(s.predicted_bytes) if s.plans else "-",
+                format_bytes(s.predicted_bytes) if s.predicted_bytes else "-",
                 format_bytes(s.worst_bytes) if s.worst_bytes else "-",
                 format_bytes(s.last_bytes) if s.worst_bytes else "-",
                 f"{s.slowdown:.3f}" if s.slowdown else "-",

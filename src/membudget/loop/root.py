@@ -90,7 +90,6 @@ class Root:
         self._evaluations = Evaluations(model, self._recorder, room)
         self._twice = Twice(model, self._recorder, room)
         self._measured: tuple[Situation, History] | None = None
-        self._warned: set[Situation] = set()
         self._why_not = ""
         self._is_quiet = self._was_out_of_reach = False
         self._failures: int | None = None  # Of allocations, when a forward ended.
@@ -214,7 +213,7 @@ class Root:
         point = plans.reference(situation)
         if not history.take(predicted, left.limit_bytes):
             predicted = self._room.exceeded(point, history, predicted)
-            self._warned.add(situation)  # Once is enough.
+            history.is_warned_of = True  # Once is enough.
         self._twice.check(history, point.recording.output_bytes)
         self.sets.switch(point, predicted.schedule, history.limit_bytes)
         if self.host is not None:
@@ -275,8 +274,8 @@ class Root:
         situation, history = measured
         self.plans.learn(situation, history, found)
         beyond = found.peak_bytes - history.limit_bytes
-        if beyond > 0 and history.limit_bytes and situation not in self._warned:
-            self._warned.add(situation)
+        if beyond > 0 and history.limit_bytes and not history.is_warned_of:
+            history.is_warned_of = True
             text = notes.exceeded(history, found.peak_bytes)
             warnings.warn(text, BudgetWarning, stacklevel=2)
 

@@ -47,6 +47,7 @@ class Planner:
         simulator: Simulator of schedules, with the engine's overhead added to the
             forward.
         plain_peak_bytes: Peak of the step without recomputation.
+        found: The schedules that were found for the budgets asked so far.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Planner:
         self.simulator = Simulator(self.graph, overheads)
         self._solvers = solvers_of(graph) if solvers is None else solvers
         self._kinds = [make(self.simulator) for make in self._solvers]
-        self._found: list[Schedule] = []
+        self.found: list[Schedule] = []
         self._mover = (
             Mover(self.simulator, host)
             if host is not None and priced in self._solvers
@@ -118,9 +119,9 @@ class Planner:
                 least_bytes=least_bytes + before_bytes,
                 before_bytes=before_bytes,
             )
-        self._found.append(min(fitting, key=_seconds))
+        self.found.append(min(fitting, key=_seconds))
         # What fits a smaller budget fits this one, too, and may be faster.
-        known = [s for s in self._found if s.peak_bytes <= budget_bytes]
+        known = [s for s in self.found if s.peak_bytes <= budget_bytes]
         of_kinds: dict[tuple[frozenset[BlockEngine], bool], Schedule] = {}
         for schedule in sorted([*known, *fitting], key=_seconds):
             engines = frozenset(choice.engine for choice in schedule.choices)

@@ -18,14 +18,14 @@ from torch.nn import Module
 
 from membudget import _torch, _torch_settings
 from membudget._torch import is_profiling
-from membudget._torch_accelerator import main_device, name_of
+from membudget._torch_accelerator import name_of
 from membudget.profile.devices import Device, processor_name
 from membudget.profile.optimizer_step import OptimizerLike
 from membudget.profile.timing import is_grouped
 from membudget.state.autocast import device_types
 from membudget.state.code import IndescribableError
 from membudget.state.description import describe
-from membudget.step import Step
+from membudget.step import Step, device_of_model
 
 _SCHEDULED = ("lr", "initial_lr")
 """Options of an optimizer that change in training, and decide no bytes."""
@@ -64,7 +64,7 @@ def conditions_of(model: Module, optimizer: OptimizerLike) -> str:
     Raises:
         IndescribableError: If the model or the optimizer cannot be described.
     """
-    device = name_of(main_device((*model.parameters(), *model.buffers())))
+    device = name_of(device_of_model(model))
     decided_by = {"model": model, "optimizer": _options(optimizer), "device": device}
     return _digest_of({**_conditions(), **decided_by})
 
