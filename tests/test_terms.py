@@ -95,7 +95,7 @@ def test_fit_prices_the_plan_that_it_has_timed():
     more_s = last.schedule.overhead_s - unpriced.overhead_s
     assert more_s == pytest.approx((last.overhead_scale - 1) * forward_s)
     assert found.plan.slowdown == last.schedule.slowdown
-    assert f"{last.overhead_scale:.2f}  times the engine's usual" in found.report()
+    assert f"{last.overhead_scale:.2f}  × the engine's usual" in found.report()
 
 
 def test_the_pass_that_takes_longer_than_predicted_is_named(forward):

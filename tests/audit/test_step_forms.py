@@ -149,7 +149,7 @@ def test_an_audit_is_of_a_model_or_of_a_step_and_not_of_both():
             call(*args, **kwargs)
     with pytest.raises(mb.OptionError, match="must be a Module; got int"):
         call(1, X)
-    with pytest.raises(mb.OptionError, match="name the modules"):
+    with pytest.raises(mb.OptionError, match="pass the modules"):
         call(plain=print, budgeted=print)
 
 
