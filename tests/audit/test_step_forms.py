@@ -82,8 +82,8 @@ class Output:
         (lambda y: y.sum(), "the model's output"),
         (lambda y: {"loss": y.sum(), "logits": y}, "output['loss']"),
         (lambda y: Output(y.sum(), y), "output.loss"),
-        (lambda y: y, "the sum of the output's 1 floating tensor,"),
-        (lambda y: Output(None, y), "the sum of the output's 1 floating tensor,"),
+        (lambda y: y, "the sum of the output's 1 floating-point tensor (no"),
+        (lambda y: Output(None, y), "the sum of the output's 1 floating-point tensor (no"),
         (lambda y: [y, {"a": y.double(), "b": y.argmax()}], "the output's 2 floating"),
     ],
 )
