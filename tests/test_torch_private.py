@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrizations, parametrize
 
 from membudget import _torch, _torch_observing
 from membudget._torch_modules import (
     is_asked,
     is_compiled,
     own_parameters,
+    parametrized_cache,
     without_gradient_hooks,
 )
 
@@ -199,6 +201,15 @@ def test_modules_hold_their_own_parameters_and_a_shared_one_each():
     assert list(map(id, held)) == list(
         map(id, [first.weight, first.bias, first.weight])
     )
+
+
+def test_torch_caches_parametrized_tensors_in_a_dict():
+    layer = parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    assert parametrized_cache() == {}
+    with parametrize.cached():
+        weight = layer.weight
+        assert any(held is weight for held in parametrized_cache().values())
+    assert parametrized_cache() == {}
 
 
 def test_a_backward_pass_tells_which_gradients_it_is_asked_for():

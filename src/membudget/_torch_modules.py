@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
+from torch.nn.utils import parametrize
 
 
 def is_compiled(module: Module) -> bool:
@@ -72,3 +73,12 @@ def without_gradient_hooks(parameters: Iterable[Parameter]) -> Iterator[None]:
     finally:
         for table, hooks in kept:
             table.update(hooks)
+
+
+def parametrized_cache() -> dict[Any, Any]:
+    """Return what `torch.nn.utils.parametrize.cached()` has computed so far.
+
+    No public name gives access to it, and no other call would compute it again.
+    """
+    cache: dict[Any, Any] = parametrize._cache
+    return cache

@@ -25,6 +25,7 @@ from membudget.state.autocast import clear_casts, outside_autocast
 from membudget.state.identity import is_leaf
 from membudget.state.optimizers import optimizers_kept
 from membudget.state.snapshot import State
+from membudget.state.variables import variables_kept
 from membudget.state.walk import walk
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -241,7 +242,9 @@ def state_kept(step: Step, has_values: bool) -> Iterator[State]:
     try:
         whole.restore()
         step.start = batch if has_values else None
-        with torch.inference_mode(False), torch.enable_grad(), optimizers_kept(whole):
+        code = variables_kept(step.decided_by().values(), is_fake=not has_values)
+        grad = torch.enable_grad()
+        with torch.inference_mode(False), grad, code, optimizers_kept(whole):
             yield whole
     except BaseException as error:
         let_go(error)

@@ -83,7 +83,10 @@ class Output:
         (lambda y: {"loss": y.sum(), "logits": y}, "output['loss']"),
         (lambda y: Output(y.sum(), y), "output.loss"),
         (lambda y: y, "the sum of the output's 1 floating-point tensor (no"),
-        (lambda y: Output(None, y), "the sum of the output's 1 floating-point tensor (no"),
+        (
+            lambda y: Output(None, y),
+            "the sum of the output's 1 floating-point tensor (no",
+        ),
         (lambda y: [y, {"a": y.double(), "b": y.argmax()}], "the output's 2 floating"),
     ],
 )

@@ -102,7 +102,11 @@ class Blocks(nn.Sequential):
         ({"pp": 2}, {}, "nothing is known of the mesh's dimension 'pp'"),
         ({"dp_replicate": 2}, {}, "'dp_replicate' copies what 'dp_shard' shards"),
         ({"tp": 2}, {}, "Sequential has no tp_plan"),
-        ({"dp_shard": 2}, {"fake": False}, "mesh= simulates processes that do not exist"),
+        (
+            {"dp_shard": 2},
+            {"fake": False},
+            "mesh= simulates processes that do not exist",
+        ),
         (
             {"dp_shard": 2},
             {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},

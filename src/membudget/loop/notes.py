@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 
 from torch.nn import Module
 
+from membudget.errors import BudgetWarning
 from membudget.loop.history import History
 
 MOST_NAMED = 3
@@ -17,12 +19,14 @@ OUT_OF_REACH = (
 )
 
 
-def unrecordable(model: Module, why: str) -> str:
-    """Say of a model that it does not run on fake tensors."""
-    return (
+def warn_of_no_plan(model: Module, why: str) -> None:
+    """Warn that a model does not run on fake tensors."""
+    warnings.warn(
         f"{type(model).__name__} cannot be recorded on fake tensors ({why}), so there "
         "is no plan: every block is recomputed, and whether that fits is measured, not "
-        "predicted"
+        "predicted",
+        BudgetWarning,
+        stacklevel=3,
     )
 
 

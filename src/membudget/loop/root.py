@@ -90,7 +90,7 @@ class Root:
         self._evaluations = Evaluations(model, self._recorder, room)
         self._twice = Twice(model, self._recorder, room)
         self._measured: tuple[Situation, History] | None = None
-        self._why_not = ""
+        self._why_not, self._is_told = "", True
         self._is_quiet = self._was_out_of_reach = False
         self._failures: int | None = None  # Of allocations, when a forward ended.
         self._shortages = 0
@@ -136,11 +136,16 @@ class Root:
             output = self._inner(function, args, kwargs)
         except BaseException as error:
             self.meter.drop()
+            if not self._is_told:  # What cannot run cannot be recorded, either.
+                self._why_not, self._is_told = "", True
             if is_out_of_memory(error):
                 remedy = AGAIN if self.plans.tighten() else SMALLEST
                 if not self.is_retried:
                     explain(error, [self.sets], remedy)
             raise
+        if not self._is_told:
+            self._is_told = True
+            notes.warn_of_no_plan(self.model, self._why_not)
         self.meter.mark("outputs")
         self._failures = self._room.counted.failures()
         self.awaited.add(forward, differentiable(output), begun)
@@ -181,7 +186,7 @@ class Root:
             with self._recorder.about(args, kwargs):
                 forward = self._planned(situation, history, awaited)
         except UnrecordableError as error:
-            self._give_up(str(error))
+            self._why_not, self._is_told = str(error), False
             forward = Forward()
         if self._why_not:
             self.sets.recompute_all()
@@ -219,11 +224,6 @@ class Root:
         if self.host is not None:
             self.host.begin(predicted.host, is_alone=not awaited)
         return Forward(predicted.held_bytes, point.plain.held_bytes)
-
-    def _give_up(self, why: str) -> None:
-        """Recompute every block from now on, and say so."""
-        self._why_not = why
-        warnings.warn(notes.unrecordable(self.model, why), BudgetWarning, stacklevel=2)
 
     # After the forward.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from hashlib import sha256
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from membudget._torch_modules import own_parameters
 from membudget.sharding import is_fully_sharded
 from membudget.state.autocast import autocast_state
 from membudget.state.identity import is_leaf
+from membudget.state.walk import walk
 
 Sizes = tuple[int, ...]
 
@@ -107,7 +108,20 @@ def _told(
             sizes.append(abs(leaf))
         else:
             told.append(type(leaf).__qualname__)
+            shapes = [tensor.shape for tensor in _inside(leaf)]
+            told += map(len, shapes)
+            sizes += chain.from_iterable(shapes)
     return tuple(told), tuple(sizes)
+
+
+def _inside(leaf: Any) -> list[Tensor]:
+    """Return the tensors in an argument that torch's trees take for a leaf.
+
+    Such are dataclasses, `UserDict` (a `BatchEncoding`) and objects of the user's.
+    """
+    if isinstance(leaf, Module):
+        return []
+    return [tensor for _, tensor in walk([("", leaf)]).tensors.values()]
 
 
 def _training(modules: Iterable[Module]) -> bytes:
@@ -134,7 +148,10 @@ def has_fakes(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments of a call, in order."""
-    return [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    for leaf in tree_iter((args, kwargs)):
+        found += [leaf] if isinstance(leaf, Tensor) else _inside(leaf)
+    return found
 
 
 def key_of(kind: Hashable) -> str:

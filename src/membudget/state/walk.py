@@ -169,7 +169,7 @@ def _enter_object(visit: _Visit, found: Found) -> Iterator[_Visit]:
     if visit.objects >= MAX_OBJECTS or _is_opaque(value):
         return
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
-    if attributes:
+    if hasattr(value, "__dict__"):
         found.holders.append(attributes)
     elif dataclasses.is_dataclass(value):
         attributes = _slots_of(value)
