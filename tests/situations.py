@@ -17,8 +17,23 @@ import membudget as mb
 from tests.devices import settle
 
 
+class Notes:
+    """Notes of a step, in a slot, where nobody finds them who restores its state."""
+
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def __call__(self, item: Any) -> None:
+        """Note something."""
+        self.items.append(item)
+
+
 class Watched:
     """Weak references to the storages of tensors that were shown to it."""
+
+    __slots__ = ("references",)  # Where nobody finds them who restores a step's state.
 
     def __init__(self) -> None:
         self.references: list[StorageWeakRef] = []

@@ -106,7 +106,7 @@ def test_a_fit_without_any_time_is_verified_and_says_what_it_skipped():
         assert fitted.slowdown is None
         assert set(fitted.skipped) <= set(EVERYTHING)
         assert "timing steps" in fitted.skipped
-        line = f"seconds           over  skipped: {', '.join(fitted.skipped)}"
+        line = f"time              over  skipped: {', '.join(fitted.skipped)}"
         assert line in fitted.report()
         assert fitted.peak_bytes <= fitted.plan.budget_bytes
         assert fitted.audit().equal

@@ -15,6 +15,7 @@ from membudget.errors import OptionError
 from membudget.memory import peak
 from membudget.step import Step
 from membudget.trial import Trial, try_steps
+from tests.situations import Notes
 
 
 @pytest.mark.parametrize(
@@ -39,19 +40,19 @@ class Told(nn.Linear):
     """A layer that notes of each forward whether regions were off, and gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
-        PLAIN.append(SWITCHES.disabled)
-        GRADIENTS.append(self.weight.grad is not None)
+        PLAIN(SWITCHES.disabled)
+        GRADIENTS(self.weight.grad is not None)
         return super().forward(x)
 
 
-PLAIN: list[bool] = []
-GRADIENTS: list[bool] = []
+PLAIN = Notes()
+GRADIENTS = Notes()
 
 
 def tried(count: int, measured_bytes: int = 0, **options: Any) -> Trial:
     """Try steps of a layer that a fit has measured to take some bytes."""
-    PLAIN.clear()
-    GRADIENTS.clear()
+    PLAIN.items.clear()
+    GRADIENTS.items.clear()
     fitted: Any = SimpleNamespace(peak_bytes=measured_bytes)
     return try_steps(fitted, Step(Told(4, 4), torch.ones(2, 4), None), count, **options)
 
@@ -70,15 +71,15 @@ def test_planned_and_plain_steps_take_turns_and_the_first_round_is_not_counted(
     assert found.planned_seconds == (3.0, 5.0)
     assert found.plain_seconds == (2.0, 4.0)
     # And one that is metered.
-    assert PLAIN == [False, True] * 3 + [False]
-    assert not any(GRADIENTS)
+    assert PLAIN.items == [False, True] * 3 + [False]
+    assert not any(GRADIENTS.items)
 
 
 def test_steps_without_plain_ones_between_them_are_all_planned(monkeypatch):
     clock_of(monkeypatch, 50.0, 3.0, 5.0)
     found = tried(2, plain=False)
     assert found == Trial(found.peak_bytes, (3.0, 5.0), ())
-    assert PLAIN == [False] * 4
+    assert PLAIN.items == [False] * 4
 
 
 def test_the_peak_of_a_trial_is_the_largest_that_was_measured():

@@ -153,7 +153,7 @@ class Applied:
         Regions that have replaced them since stay.
         """
         for module, carried in self._carried:
-            if carried_by(module) is carried:
+            if carried_by(module) in (carried, None):  # Or its class is left over.
                 remove_region(module)
         self._carried = []
 

@@ -14,6 +14,7 @@ import membudget as mb
 from membudget.errors import OptionError
 from membudget.profile import Profile, chosen_draws
 from membudget.profile.cache import FROM_CACHE
+from tests.situations import Notes
 
 LAYERS = 4
 X = torch.linspace(-1, 1, 64 * 8).view(64, 8)
@@ -177,18 +178,18 @@ def test_a_step_whose_numbers_decide_nothing_draws_them(fake: bool):
 
 
 def test_a_fake_step_that_decides_nothing_is_recorded_once():
-    model, calls = Dropping(kept_always), []
-    model.register_forward_hook(lambda *_: calls.append(1))
+    model, calls = Dropping(kept_always), Notes()
+    model.register_forward_hook(lambda *_: calls(1))
     mb.profile(model, X, fake=True)
-    assert len(calls) == 1
+    assert len(calls.items) == 1
 
 
 @pytest.mark.parametrize(("kept", "times"), [(kept_if_large, 3), (kept_if_small, 4)])
 def test_a_step_is_recorded_again_only_if_another_was_recorded_after_it(kept, times):
-    model, calls = Dropping(kept), []
-    model.register_forward_hook(lambda *_: calls.append(1))
+    model, calls = Dropping(kept), Notes()
+    model.register_forward_hook(lambda *_: calls(1))
     mb.profile(model, X, fake=True)  # As drawn, with the smallest, with the largest.
-    assert len(calls) == times
+    assert len(calls.items) == times
 
 
 def test_each_recording_is_of_the_second_step_from_the_start():
@@ -196,23 +197,23 @@ def test_each_recording_is_of_the_second_step_from_the_start():
         steps = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            counts.append(self.steps)
+            counts(self.steps)
             self.steps += 1
             return super().forward(x)
 
-    counts: list[int] = []
+    counts = Notes()
     mb.profile(Counting(kept_if_large), X)
     # As drawn, with the smallest numbers, with the largest; what follows is timed.
-    assert counts[:7] == [0, 1, 0, 1, 0, 1, 2]
+    assert counts.items[:7] == [0, 1, 0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("kept", [kept_if_large, kept_if_small])
 def test_ranks_record_as_many_steps_whichever_letters_they_choose(kept, monkeypatch):
     monkeypatch.setattr(chosen_draws, "is_grouped", lambda: True)
-    model, calls = Dropping(kept), []
-    model.register_forward_hook(lambda *_: calls.append(1))
+    model, calls = Dropping(kept), Notes()
+    model.register_forward_hook(lambda *_: calls(1))
     mb.profile(model, X, fake=True)
-    assert len(calls) == 4
+    assert len(calls.items) == 4
 
 
 @pytest.mark.parametrize("fake", [False, True])

@@ -183,17 +183,11 @@ def drawn(around: Any) -> list[float]:
         lambda model, x: mb.profile(model, x) and None,
         lambda model, x: mb.profile(model, x, fake=True) and None,
         lambda model, x: mb.fit(model, x, "100%"),
-        lambda model, x: mb.audit(model, x) and None,
     ],
-    ids=["budget", "profile", "fake", "fit", "audit"],
+    ids=["budget", "profile", "fake", "fit"],
 )
 def test_streams_and_counters_that_only_code_names_are_put_back(around):
     assert drawn(around) == drawn(lambda model, x: None)
-
-
-def test_an_audit_begins_each_run_with_the_same_variables():
-    model = nn.Sequential(nn.Linear(4, 4), Draws())
-    assert mb.audit(model, torch.randn(3, 4)).equal
 
 
 def test_what_a_hook_collects_is_dropped_after_a_recording():

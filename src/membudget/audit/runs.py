@@ -31,7 +31,6 @@ from membudget.errors import OptionError
 from membudget.selection import default_names
 from membudget.state.identity import first_value, is_zero
 from membudget.state.snapshot import State
-from membudget.state.variables import variables_kept
 
 
 class RegionCounts:
@@ -158,12 +157,10 @@ def compare_runs(plain: Run, budgeted: Run) -> AuditReport:
 
 def run_once(run: Run, state: State) -> Outcome:
     """Run a step, record its outcome, and restore the state."""
-    code = variables_kept([run.step, *run.roots.values()], is_fake=False)
     try:
-        with code:
-            with torch.inference_mode(False), torch.enable_grad():
-                results = run.step()
-            return Outcome(run.roots, state, results)
+        with torch.inference_mode(False), torch.enable_grad():
+            results = run.step()
+        return Outcome(run.roots, state, results)
     except BaseException as error:
         error.add_note(
             f"Raised in {run.label} of an audit; the state before it was restored."
