@@ -7,6 +7,7 @@ fresh input, uses a region, and returns nothing: afterwards all of it should be 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
