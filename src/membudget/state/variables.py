@@ -20,13 +20,14 @@ tuples, ranges and `itertools.count`, have come.
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import itertools
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch.nn import Module
@@ -48,10 +49,19 @@ _ITERATORS: tuple[Any, ...] = (
     *(type(iter(())), type(iter([])), type(iter(range(0)))),
     itertools.count,
 )
+_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"}
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), type)
 _OF_MODULES = frozenset(vars(Module())) - {"training"}
 
 _names_of = functools.lru_cache(4096)(names_of)
+
+
+@functools.lru_cache(4096)
+def _globals_of(code: CodeType) -> frozenset[str]:
+    """Return the globals that code reads or binds, functions inside included."""
+    found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBALS}
+    inside = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return frozenset(found).union(*map(_globals_of, inside))
 
 
 @contextmanager
@@ -175,17 +185,21 @@ class _Variables:
 
     def _globals(self, function: FunctionType, depth: int, is_own: bool) -> None:
         """Find what a function names of its file, and of files of the user's."""
-        names, spaces = _names_of(function.__code__), [function.__globals__]
-        for space in spaces:
-            for name in names:
-                value = space.get(name, _ABSENT)
-                if isinstance(value, ModuleType):
-                    if not is_installed(value.__name__) and vars(value) not in spaces:
-                        spaces.append(vars(value))
-                elif is_own or isinstance(value, _Cached):
-                    self._hold(space, name, value)
-                if value is not _ABSENT:
-                    self.visit(value, depth + 1, is_own)
+        space, code = function.__globals__, function.__code__
+        # Disassembling takes long, and packages call no data set `data`.
+        names = _globals_of(code) if is_own else _names_of(code)
+        named = [(space, name) for name in names]
+        for space, name in named:
+            value = space.get(name, _ABSENT)
+            if isinstance(value, ModuleType):
+                # An attribute of anything may be one of the file.
+                attributes = vars(value).keys() & _names_of(code)
+                if space is function.__globals__ and not is_installed(value.__name__):
+                    named += [(vars(value), attribute) for attribute in attributes]
+            elif is_own or isinstance(value, _Cached):
+                self._hold(space, name, value)
+            if value is not _ABSENT:
+                self.visit(value, depth + 1, is_own)
 
     def _hold(self, holder: Any, name: str, value: Any) -> None:
         self._held.setdefault((id(holder), name), (holder, name, value))
