@@ -218,6 +218,28 @@ class WithGil {
   PyGILState_STATE state_;
 };
 
+// Holds the garbage collector off. New objects start it, and it may free a graph in a
+// cycle, with its saved tensors, in the middle of what goes through them.
+class WithoutCollection {
+ public:
+  WithoutCollection() {
+    if (count_++ == 0) {
+      was_enabled_ = PyGC_Disable() != 0;
+    }
+  }
+  ~WithoutCollection() {
+    if (--count_ == 0 && was_enabled_) {
+      PyGC_Enable();
+    }
+  }
+  WithoutCollection(const WithoutCollection&) = delete;
+
+ private:
+  // Of all threads, as the collector is; the interpreter's lock guards them.
+  static inline long count_ = 0;
+  static inline bool was_enabled_ = false;
+};
+
 // Lets other Python threads run while a kernel does.
 class WithoutGil {
  public:
