@@ -56,6 +56,15 @@ inline void check(int status) {
   }
 }
 
+// Counts one call more, as Python does, so that no recursion overflows the stack.
+class Deeper {
+ public:
+  // `where` ends the message of the error.
+  explicit Deeper(const char* where) { check(Py_EnterRecursiveCall(where) ? -1 : 0); }
+  ~Deeper() { Py_LeaveRecursiveCall(); }
+  Deeper(const Deeper&) = delete;
+};
+
 // Puts an error aside while this lives, unless it is replaced by a later one.
 class ErrorAside {
  public:
