@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.engine.candidate import Answer, Candidate
 from membudget.engine.policy import Policy, as_policy
+from tests.oracles import CountedOperators
 
 aten = torch.ops.aten
 
@@ -197,3 +198,22 @@ def test_a_named_tensor_is_kept() -> None:
     assert "exp" not in replayed(mb.policies.named("out"))
     assert replayed(mb.policies.matmuls) == ["exp", "gelu", "sin"]
     assert replayed(mb.policies.everything) == []
+
+
+@pytest.mark.parametrize("is_by_operator", [True, False])
+def test_an_answer_that_is_false_in_some_other_way_keeps_nothing(is_by_operator):
+    class Answers(Policy):
+        reads_arguments = False
+
+        def keeps(self, candidate: Candidate) -> Any:
+            return 0
+
+        def by_operator(self, operator: Any) -> Any:
+            return 0 if is_by_operator else None
+
+    x = torch.ones(3, requires_grad=True)
+    region = mb.checkpoint(engine="replay", verify=False, keep=Answers())
+    y = region(lambda x: (x * 2).sin().exp().tanh())(x)
+    with CountedOperators() as operators:
+        y.sum().backward()
+    assert operators.counts["sin"] == 1

@@ -201,3 +201,47 @@ def test_what_python_does_not_know_when_counting_begins_does_not_count(counts):
     del loss
     assert counts.live_bytes() <= before
     assert counts.live_bytes() > before - 4 * MIB
+
+
+# Of each fork, a thread is likely to be at the counter; a child that hangs is killed.
+FORKS = """\
+import os
+import signal
+import threading
+import torch
+from membudget.memory.counting import Counted
+
+counts = Counted(torch.device("cpu"))
+counts.start()
+tensors = [torch.ones(1) for _ in range(1000)]
+is_over = threading.Event()
+
+def allocate():
+    while not is_over.is_set():
+        torch._foreach_add(tensors, 1)  # Without the interpreter's lock.
+
+thread = threading.Thread(target=allocate)
+thread.start()
+statuses = set()
+for _ in range(100):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        torch.empty(10)
+        os._exit(0)
+    statuses.add(os.waitpid(child, 0)[1])
+    if statuses != {0}:
+        break
+is_over.set()
+thread.join()
+print(statuses)
+"""
+
+
+@pytest.mark.cpu_only("it is about the CPU's allocator")
+def test_a_process_that_forks_while_another_thread_allocates_can_allocate(counts):
+    command = [sys.executable, "-c", FORKS]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert run.stdout == "{0}\n", run.stderr

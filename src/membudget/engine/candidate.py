@@ -13,6 +13,11 @@ Answer = bool | Offload
 """Keep an output on the device (true), by an `Offload`, or recompute it (false)."""
 
 
+def as_answer(given: Any) -> Answer:
+    """Return what a policy has answered, if not with an `Offload`, as a `bool`."""
+    return given if isinstance(given, Offload) else bool(given)
+
+
 class Candidate:
     """An operator output that a policy may keep.
 

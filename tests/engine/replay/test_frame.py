@@ -257,6 +257,14 @@ def test_a_replay_runs_on_the_stream_of_its_forward(monkeypatch):
     assert device.streams[0].name == "backward"
 
 
+def test_a_list_that_contains_itself_is_refused_as_an_argument():
+    x = torch.ones(3, requires_grad=True)
+    box: list[Any] = [x]
+    box.append(box)
+    with pytest.raises(RecursionError, match="maximum recursion depth exceeded"):
+        replay()(lambda x, box: x.sin().exp())(x, box)
+
+
 def test_a_frame_knows_whether_something_lies_on_top_of_it():
     def same(tensor: Tensor) -> Tensor:
         return tensor

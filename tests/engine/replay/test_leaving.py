@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import membudget as mb
 from membudget import policies
+from membudget.engine.replay.routes import Routes
 from tests.engine.replay.followed import (
     KEEPS,
     check,
@@ -175,6 +177,26 @@ def test_rule11_a_backward_inside_the_forward_leaves_the_route(trips):
 
     check(function, replayed(function), [False, False, True, True, False])
     assert trips[:2] == [True, False]
+
+
+def test_garbage_is_not_collected_while_a_call_that_leaves_its_route_is_recorded(
+    trips, monkeypatch
+):
+    """It could free the graph of an earlier part, which the recording goes through."""
+    collects: list[bool] = []
+    survey = Routes.survey
+
+    def noted(routes: Routes) -> Any:
+        collects.append(gc.isenabled())
+        return survey(routes)
+
+    monkeypatch.setattr(Routes, "survey", noted)
+    region = replayed(turning)
+    check(turning, region, [None, None])
+    before = len(collects)
+    check(turning, region, [torch.tanh])
+    assert (trips, collects[before:]) == ([True, False], [False])
+    assert gc.isenabled()
 
 
 # The backward of a call that has followed its route.

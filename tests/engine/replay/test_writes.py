@@ -223,3 +223,17 @@ def test_a_normalisation_is_replayed_by_the_kernel_that_its_statistics_choose():
     (found,) = torch.autograd.grad(replay()(function)(x).sum(), x)
     (expected,) = torch.autograd.grad(function(x).sum(), x)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(not native.is_available(), reason="Python's stack is its own")
+def test_a_write_to_a_view_of_100000_views_is_replayed():
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        for _ in range(100_000):
+            y = y[:]
+        return y.add_(1).sin()
+
+    x = torch.ones(3, requires_grad=True)
+    (found,) = torch.autograd.grad(replay(verify=False)(function)(x).sum(), x)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    assert torch.equal(found, expected)

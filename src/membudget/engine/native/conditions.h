@@ -41,7 +41,8 @@ inline bool restores_nothing(PyObject* enter) {
 // A scope in which `Replayer._enter` has restored the settings of the forward.
 class Entered {
  public:
-  explicit Entered(PyObject* of) {
+  // Calls another constructor, so that what was entered is left if the rest fails.
+  explicit Entered(PyObject* of) : Entered() {
     PyObject* enter = replayer::enter.of(of);
     if (!restores_nothing(enter)) {
       scope_ = Ref::made(PyObject_CallNoArgs(scope_class));
@@ -58,6 +59,8 @@ class Entered {
   Entered(const Entered&) = delete;
 
  private:
+  Entered() = default;
+
   Ref scope_;
 };
 

@@ -135,10 +135,15 @@ void run_below_autograd(PyObject* of, bool are_views, const Run& run) {
     run();
     return;
   }
-  Isolated isolated;
-  c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
-  Entered settings(of);
-  run();
+  {
+    Isolated isolated;
+    c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+    Entered settings(of);
+    run();
+  }
+  if (PyErr_Occurred()) {  // In leaving what was entered.
+    throw_python_error();
+  }
 }
 
 // As `Replayer._materialise`, but for the count; false, with nothing done, if Python must.

@@ -38,6 +38,7 @@ struct Given {
       has_subclasses |= !is_usual_class(value) &&
           Ref::made(PyObject_CallOneArg(is_subclass, value)) == Py_True;
     } else if (PyTuple_Check(value) || PyList_Check(value)) {
+      Deeper deeper(" while a region looks for tensors");  // A list may contain itself.
       for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
         note(PySequence_Fast_GET_ITEM(value, i));
       }

@@ -184,6 +184,7 @@ inline Ref taken_or_explained(PyObject* of, PyObject* handle) {
   } catch (python_error& error) {
     explain(of, error);
   } catch (...) {
+    PyErr_Clear();  // What failed in leaving has failed because of this.
     call(frame::replayer.of(of), release_name);
     throw;
   }

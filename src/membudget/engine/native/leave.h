@@ -119,6 +119,7 @@ inline void leave(PyObject* recording, bool may_survey) {
   Ref box = Ref::to(recording::trip.of(recording));
   recording::trip.set(recording, Py_None);
   Trip& trip = TripBox::of(box);
+  WithoutCollection stops_stay;
   PyObject* tracker = recording::tracker.of(recording);
   Writer tape(trip, tracker);
   tracker::clock.set_number(tracker, tape.write());
@@ -159,6 +160,7 @@ inline void write_tape_of(PyObject* replayer) {
   Ref box = Ref::to(replayer::trip.of(replayer));
   replayer::trip.set(replayer, Py_None);
   Trip& trip = TripBox::of(box);
+  WithoutCollection stops_stay;
   Writer(trip, nullptr).write();
   end(trip);
 }

@@ -79,19 +79,24 @@ inline Ref writable_copy(PyObject* of, PyObject* operation, PyObject* root) {
   return copied(tensor);
 }
 
-// As `derived`, of a view that C++ recorded.
+// As `derived`, of a view that C++ recorded. A chain of views may be longer than the stack
+// is deep.
 inline at::Tensor derived(PyObject* value, PyObject* root, const at::Tensor& base) {
-  if (value == root) {
-    return base;
+  std::vector<PyObject*> views;
+  while (value != root) {
+    PyObject* made_by = value::operation.of(value);
+    TORCH_CHECK(made_by != Py_None, "a view that is overwritten has lost its operation");
+    views.push_back(value);
+    value = PyList_GET_ITEM(operation::inputs.of(made_by), 0);
   }
-  PyObject* made_by = value::operation.of(value);
-  TORCH_CHECK(made_by != Py_None, "a view that is overwritten has lost its operation");
-  PyObject* inputs = operation::inputs.of(made_by);
-  const Call& call = CallBox::of(operation::native.of(made_by));
-  c10::Stack stack = filled(
-      call, [&](size_t i) { return derived(PyList_GET_ITEM(inputs, i), root, base); });
-  call.target.callBoxed(&stack);
-  return flat_outputs(stack, stack.size())[value::index.number(value)];
+  at::Tensor made = base;
+  for (auto view = views.rbegin(); view != views.rend(); ++view) {
+    const Call& call = CallBox::of(operation::native.of(value::operation.of(*view)));
+    c10::Stack stack = filled(call, [&](size_t) { return made; });
+    call.target.callBoxed(&stack);
+    made = flat_outputs(stack, stack.size())[value::index.number(*view)];
+  }
+  return made;
 }
 
 // The part of `written` that an operation overwrites.

@@ -52,6 +52,8 @@ inline bool flag(PyObject* facts, const char* name) {
   return Ref::made(PyObject_GetAttrString(facts, name)) == Py_True;
 }
 
+// Looks an operator up. Others may do so at once: what is known changes in one go, and
+// never again, since other threads read it from then on.
 inline void look_up(Operator& known, const c10::OperatorName& name) {
   Ref found = Ref::made(PyObject_CallFunction(
       find_operator, "ss", name.name.c_str(), name.overload_name.c_str()));
@@ -59,18 +61,20 @@ inline void look_up(Operator& known, const c10::OperatorName& name) {
   if (!PyArg_ParseTuple(found, "OOOO", &overload, &facts, &kind, &tensors)) {
     throw_python_error();
   }
-  known.overload = Py_NewRef(overload);
-  known.facts = Py_NewRef(facts);
-  known.name = Ref::made(PyObject_GetAttrString(facts, "name")).release();
-  known.kind = kind_named(kind);
-  if (known.kind == Kind::other) {
-    return;
+  Ref text = Ref::made(PyObject_GetAttrString(facts, "name"));
+  Operator made{kind_named(kind), overload, facts, text};
+  if (made.kind != Kind::other) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i) {
+      made.tensors.push_back(PyLong_AsSize_t(PyTuple_GetItem(tensors, i)));
+    }
+    made.is_copy = flag(facts, "is_copy");
+    made.is_random = flag(facts, "is_random");
   }
-  for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i) {
-    known.tensors.push_back(PyLong_AsSize_t(PyTuple_GetItem(tensors, i)));
+  if (known.kind == Kind::unknown) {  // No other thread was faster, while Python ran.
+    known = std::move(made);
+    found.release();  // It and the name stay for as long as the process lives.
+    text.release();
   }
-  known.is_copy = flag(facts, "is_copy");
-  known.is_random = flag(facts, "is_random");
 }
 
 } // namespace membudget

@@ -56,6 +56,15 @@ inline void check(int status) {
   }
 }
 
+// Counts one call more, as Python does, so that no recursion overflows the stack.
+class Deeper {
+ public:
+  // `where` ends the message of the error.
+  explicit Deeper(const char* where) { check(Py_EnterRecursiveCall(where) ? -1 : 0); }
+  ~Deeper() { Py_LeaveRecursiveCall(); }
+  Deeper(const Deeper&) = delete;
+};
+
 // Puts an error aside while this lives, unless it is replaced by a later one.
 class ErrorAside {
  public:
@@ -216,6 +225,28 @@ class WithGil {
 
  private:
   PyGILState_STATE state_;
+};
+
+// Holds the garbage collector off. New objects start it, and it may free a graph in a
+// cycle, with its saved tensors, in the middle of what goes through them.
+class WithoutCollection {
+ public:
+  WithoutCollection() {
+    if (count_++ == 0) {
+      was_enabled_ = PyGC_Disable() != 0;
+    }
+  }
+  ~WithoutCollection() {
+    if (--count_ == 0 && was_enabled_) {
+      PyGC_Enable();
+    }
+  }
+  WithoutCollection(const WithoutCollection&) = delete;
+
+ private:
+  // Of all threads, as the collector is; the interpreter's lock guards them.
+  static inline long count_ = 0;
+  static inline bool was_enabled_ = false;
 };
 
 // Lets other Python threads run while a kernel does.

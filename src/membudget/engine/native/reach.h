@@ -226,17 +226,9 @@ inline void walk_attribute(PyObject* of, PyObject* item, long depth) {
   }
 }
 
-// Counts one call more, as Python does, so that no recursion overflows the stack.
-class Deeper {
- public:
-  Deeper() { check(Py_EnterRecursiveCall(" while a region looks for what it reads") ? -1 : 0); }
-  ~Deeper() { Py_LeaveRecursiveCall(); }
-  Deeper(const Deeper&) = delete;
-};
-
 // As `Reached._module`, without names.
 inline void walk(PyObject* of, PyObject* module, long depth) {
-  Deeper deeper;
+  Deeper deeper(" while a region looks for what it reads");
   append(reached::modules.of(of), module);
   if (is_stateful(of, module)) {
     append(reached::stateful_modules.of(of), module);

@@ -211,28 +211,29 @@ inline PyObject* next_number(PyObject* of) {
   return tracker::clock.of(of);
 }
 
-// As `Tracker._rebased`; null if Python recorded one of the views.
+// As `Tracker._rebased`; null if Python recorded one of the views. A chain of views may be
+// longer than the stack is deep.
 inline Ref rebased(PyObject* of, PyObject* value, PyObject* root) {
-  PyObject* made_by = value::operation.of(value);
-  if (value::root.is_none(value) || made_by == Py_None) {
-    return Ref::to(root);
-  }
-  if (operation::native.is_none(made_by)) {
-    return Ref();
-  }
-  Ref inputs = new_list();
-  PyObject* then = operation::inputs.of(made_by);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(then); ++i) {
-    Ref input = rebased(of, PyList_GET_ITEM(then, i), root);
-    if (input == nullptr) {
+  std::vector<PyObject*> views;
+  while (!value::root.is_none(value) && !value::operation.is_none(value)) {
+    PyObject* made_by = value::operation.of(value);
+    if (operation::native.is_none(made_by)) {
       return Ref();
     }
-    check(PyList_Append(inputs, input));
+    views.push_back(value);
+    value = PyList_GET_ITEM(operation::inputs.of(made_by), 0);
   }
-  Ref again = new_operation(
-      operation::overload.of(made_by), inputs, Ref::to(operation::native.of(made_by)),
-      next_number(of), zero);
-  return new_output(again, value::index.number(value), root);
+  Ref made = Ref::to(root);
+  for (auto view = views.rbegin(); view != views.rend(); ++view) {
+    PyObject* made_by = value::operation.of(*view);
+    Ref inputs = new_list();
+    check(PyList_Append(inputs, made));
+    Ref again = new_operation(
+        operation::overload.of(made_by), inputs, Ref::to(operation::native.of(made_by)),
+        next_number(of), zero);
+    made = new_output(again, value::index.number(*view), root);
+  }
+  return made;
 }
 
 // As `Tracker.meet`, of a tensor that a write has outdated; null if Python must meet it.

@@ -11,7 +11,7 @@ from torch import Tensor
 from membudget._torch_accelerator import current_stream, stream_of
 from membudget.engine import isolation
 from membudget.engine.arguments import has_own_offsets
-from membudget.engine.candidate import Answer, Candidate
+from membudget.engine.candidate import Answer, Candidate, as_answer
 from membudget.engine.policy import Policy
 from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.execute import call_noting_draws
@@ -261,16 +261,16 @@ class ForwardRecord:
     def asks(self, operator: Any, output: Tensor, index: int) -> Answer:
         """Ask a policy that reads no arguments whether to keep an output."""
         place = (self.place, index, self._module_path)
-        return self.policy.keeps(Candidate(operator, (), {}, output, *place))
+        return as_answer(self.policy.keeps(Candidate(operator, (), {}, output, *place)))
 
     def decided(self, facts: OperatorFacts, operator: Any) -> Answer | None:
         """Return the answer for an operator's outputs; `None` if it varies by call."""
         try:
             return self._decisions[facts]
         except KeyError:
-            decided = facts.is_routing or self.policy.by_operator(operator)
-            self._decisions[facts] = decided
-            return decided
+            found = facts.is_routing or self.policy.by_operator(operator)
+            self._decisions[facts] = None if found is None else as_answer(found)
+            return self._decisions[facts]
 
     def _decides(self, facts: OperatorFacts, args: Any, output: Tensor) -> bool:
         if output.dtype in WHOLE:

@@ -12,6 +12,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
@@ -217,8 +219,18 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+// Holds the mutex while a process forks: if another thread held it then, no thread of the
+// child would ever free it.
+bool is_ready_to_fork() {
+  static const int status = pthread_atfork(
+      [] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
+  return status == 0;
+}
+
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_counter", nullptr, -1, functions};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__counter() { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__counter() {
+  return is_ready_to_fork() ? PyModule_Create(&definition) : PyErr_NoMemory();
+}
