@@ -227,8 +227,7 @@ class CallableStep(Step):
 def state_kept(step: Step, has_values: bool) -> Iterator[State]:
     """Restore the step's state on exit; inside, runs begin with one state of the batch.
 
-    The state of optimizers that step in it is restored, too.
-
+    So is that of optimizers that step in it, and of variables that its code names.
     With `has_values`, `step.prepare()` restores the batch and the random number
     generators as they are now, so that each run of the step draws the same numbers. It
     leaves the model as the last run did: what the first run made, such as tables of
