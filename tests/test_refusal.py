@@ -142,7 +142,7 @@ def test_a_failed_allocation_is_explained_with_what_plan_and_budget_allowed():
     assert error.predicted_bytes == PLAN.peak_bytes + budget.before_bytes
     assert error.asked_bytes == budget.bytes_in_all
     assert f"a step whose plan takes {error.predicted_bytes:,} bytes" in str(error)
-    assert f"fit needs up to {budget.before_bytes:,} more on the host" in str(error)
+    assert f"fit needs up to {budget.before_bytes:,} bytes on the host" in str(error)
 
 
 def test_other_errors_pass_as_they_are():

@@ -15,6 +15,7 @@ import torch
 import membudget as mb
 from tests.behaviours.sharded_models import batch, sharded
 from tests.faults.ranks import report_end, told
+from tests.situations import Notes
 
 FAILING = 1
 PASSES = {"forward": 1, "backward": 7}
@@ -23,11 +24,11 @@ PASSES = {"forward": 1, "backward": 7}
 
 def fails_in(model: Any, name: str) -> None:
     """Let a pass of the second block run out of memory once."""
-    calls = [0]
+    calls = Notes()
 
     def fail(*_: Any) -> None:
-        calls[0] += 1
-        if calls[0] == PASSES[name]:
+        calls(name)
+        if len(calls.items) == PASSES[name]:
             raise torch.OutOfMemoryError("this device has 0 bytes left")
 
     block = model.blocks[1]

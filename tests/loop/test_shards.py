@@ -34,6 +34,7 @@ from membudget.profile import profile_step
 from membudget.profile.optimizer_step import next_step_bytes
 from membudget.state.bits import plain_parts
 from tests.behaviours.sharded_models import HALF, WIDTH, Feeds, batch, fsdp2
+from tests.situations import Notes
 
 pytestmark = pytest.mark.distributed
 
@@ -150,10 +151,10 @@ def test_everything_is_as_it_was_after_a_recording_that_fails(mesh: Any) -> None
     x = batch(0)
     model: Any = trained(fsdp2(Feeds(), mesh), x)
     before = states(model)
-    seen: list[bool] = []
+    seen = Notes()
 
     def fail(*_: Any) -> None:
-        seen.append(all(map(is_fake, parts(list(model.blocks[0].parameters())))))
+        seen(all(map(is_fake, parts(list(model.blocks[0].parameters())))))
         raise InterruptedError("in the second block")
 
     handle = model.blocks[1].register_forward_pre_hook(fail)
@@ -161,7 +162,7 @@ def test_everything_is_as_it_was_after_a_recording_that_fails(mesh: Any) -> None
         recorded_bytes(model, x)
     handle.remove()
 
-    assert seen == [True]
+    assert seen.items == [True]
     assert states(model) == before
 
 

@@ -20,9 +20,10 @@ from tests.garbage import no_collector
 from tests.limited_step import make, train
 from tests.model_state import state_of
 from tests.rows.test_row_b11_failing_allocations import thread_state
+from tests.situations import Notes
 from tests.test_fit_limited import run
 
-MADE: list[weakref.ref[Tensor]] = []
+MADE = Notes()
 """What steps made that ran out of memory; not on a module, which is restored."""
 
 
@@ -32,7 +33,7 @@ class Short(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()
         if not is_fake(x):
-            MADE.append(weakref.ref(y))
+            MADE(weakref.ref(y))
             raise torch.OutOfMemoryError("on purpose")
         return y
 
@@ -149,10 +150,10 @@ def test_row_b04_no_tensor_of_the_failed_step_lives_when_the_next_one_begins(
 ):
     fitting: Any = import_module("membudget.fit")
     model, profile_step, alive = layers(Short()), fitting.profile_step, []
-    MADE.clear()
+    MADE.items.clear()
 
     def noting(step: Any, *options: Any) -> mb.Profile:
-        alive.append([made() is not None for made in MADE])
+        alive.append([made() is not None for made in MADE.items])
         found: mb.Profile = profile_step(step, *options)
         return found
 
@@ -166,7 +167,7 @@ def test_row_b04_no_tensor_of_the_failed_step_lives_when_the_next_one_begins(
 def test_row_b04_the_failed_step_is_freed_before_the_state_is_restored():
     model = layers(Short())
     step = Step(model, torch.randn(64, 16), None)
-    MADE.clear()
+    MADE.items.clear()
 
     with (
         no_collector(),
@@ -176,7 +177,7 @@ def test_row_b04_the_failed_step_is_freed_before_the_state_is_restored():
         step.run()
 
     assert caught.value.__traceback__ is not None
-    assert [made() for made in MADE] == [None]
+    assert [made() for made in MADE.items] == [None]
 
 
 def test_row_b04_restoring_a_step_takes_one_copy_of_model_and_batch():
@@ -194,7 +195,7 @@ def test_row_b04_a_verifying_step_without_memory_says_what_the_budget_would_allo
     model, x = layers(Short()), torch.randn(64, 16)
     before, thread = state_of(model), thread_state()
 
-    with pytest.raises(mb.OutOfMemoryError, match="limited to less") as caught:
+    with pytest.raises(mb.OutOfMemoryError, match="device has less memory") as caught:
         mb.fit(model, x, "70%")
 
     assert isinstance(caught.value, torch.OutOfMemoryError)

@@ -111,7 +111,7 @@ def test_a_plan_for_another_model_names_the_layers_and_the_widths_that_differ():
 
 
 def test_a_plan_of_an_older_version_is_refused_with_the_version_expected():
-    words = f"version {VERSION}; this one has version 3: make the"
+    words = f"versions 6 and {VERSION}; this one has version 3: make the"
     with pytest.raises(PlanError, match=words):
         Plan.from_dict(PLAN.to_dict() | {"version": 3})
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from tests.situations import Notes
 
 LEGACY: Any = np.random
 
@@ -45,12 +46,12 @@ def runs_of_fit(draw: Callable[[], float]) -> list[list[int]]:
     random.seed(0)
     LEGACY.seed(0)
     model = LayerDrop(draw)
-    ran: list[list[int]] = []
-    model.register_forward_hook(lambda module, args, output: ran.append(module.ran[-1]))
+    notes = Notes()
+    model.register_forward_hook(lambda module, args, output: notes(module.ran[-1]))
     fitted = mb.fit(model, torch.randn(2048, 32), "90%")
-    assert len(ran) > 8
+    assert len(notes.items) > 8
     assert fitted.peak_bytes == fitted.plan.peak_bytes
-    return ran
+    return notes.items
 
 
 def test_row_c06_every_step_of_a_fit_runs_the_same_layers():
