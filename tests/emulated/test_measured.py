@@ -22,6 +22,7 @@ from membudget.trial import try_steps
 from tests.emulated import emu
 from tests.emulated.limited import Trained, limited
 from tests.emulated.models import DEVICE, cnn, gpt, step
+from tests.situations import Notes
 
 
 @pytest.fixture(autouse=True)
@@ -153,21 +154,19 @@ def test_g2_no_later_step_reserves_more_than_fit_measured():
 
 def test_g2_the_last_loss_lives_until_the_next_is_made_as_in_a_loop():
     model, batch = cnn(2)
-    made: list[Any] = []
-    in_forward: list[bool] = []
-    in_backward: list[bool] = []
+    made, in_forward, in_backward = Notes(), Notes(), Notes()
 
     def noting(output: Tensor, batch: Tensor) -> Tensor:
-        last = made[-1] if made else lambda: None
-        in_forward.append(last() is not None)
+        last = made.items[-1] if made.items else lambda: None
+        in_forward(last() is not None)
         found = loss(output, batch)
-        found.register_hook(lambda _: in_backward.append(last() is not None))
-        made.append(weakref.ref(found))
+        found.register_hook(lambda _: in_backward(last() is not None))
+        made(weakref.ref(found))
         return found
 
     mb.fit(model, batch, "100%", noting, measure="none").remove()
-    assert in_forward[-3:] == [False, True, True]
-    assert in_backward[-3:] == [False, False, False]
+    assert in_forward.items[-3:] == [False, True, True]
+    assert in_backward.items[-3:] == [False, False, False]
 
 
 def test_g2_fingerprints_are_on_the_host_whatever_the_default_device():
