@@ -125,7 +125,8 @@ _HOMES = {
     "membudget.engine.region": ("checkpoint",),
     "membudget.engine.replay.recorder": ("name", "opaque"),
     "membudget.engine.controls": (
-        *("Regions", "collect_regions", "disable_checkpointing", "is_recomputing"),
+        *("Regions", "collect_regions"),
+        *("disable_checkpointing", "is_recomputing"),
     ),
     "membudget.engine.groups": ("execution_group",),
     "membudget.engine.sequential": ("checkpoint_sequential",),

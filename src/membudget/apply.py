@@ -153,7 +153,8 @@ class Applied:
         Regions that have replaced them since stay.
         """
         for module, carried in self._carried:
-            if carried_by(module) in (carried, None):  # Or its class is left over.
+            now = carried_by(module)
+            if now is carried or now is None:  # Its class may be left over.
                 remove_region(module)
         self._carried = []
 

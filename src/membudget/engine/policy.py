@@ -18,11 +18,10 @@ from functools import cached_property
 from typing import Any
 
 from membudget.engine.alignment import Alignment
-from membudget.engine.candidate import Answer, Candidate
+from membudget.engine.candidate import Answer, Candidate, as_answer
 from membudget.engine.policy_key import policy_key
 from membudget.engine.stages import Stages
 from membudget.errors import OptionError
-from membudget.offload import Offload
 
 
 class Policy:
@@ -188,8 +187,7 @@ class Predicate(Policy):
 
     def keeps(self, candidate: Candidate) -> Answer:
         """Return the function's answer."""
-        answer = self.function(candidate)
-        return answer if isinstance(answer, Offload) else bool(answer)
+        return as_answer(self.function(candidate))
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,14 @@ import torch
 from torch.nn import Module
 
 from membudget._torch import OperatorOverload, OperatorPacket
-from membudget.state.code import IndescribableError
+from membudget.state.code import IndescribableError, content_of
 
 _VALUES = (
     *(int, float, complex, bool, str, bytes, types.NoneType, type),
     *(torch.dtype, torch.device, OperatorOverload, OperatorPacket),
 )
 _DEEPEST = 6
+_UNBOUND = object()  # Like any object, it is not described.
 
 # By function; `None` for what cannot be described. Each function is described once, as
 # what it counts changes from call to call.
@@ -72,7 +73,7 @@ def _described(value: Any, depth: int) -> Hashable:
         return ref(value)
     if isinstance(value, types.FunctionType):
         defaults = value.__defaults__, value.__kwdefaults__
-        cells = tuple(map(_content, value.__closure__ or ()))
+        cells = tuple(content_of(c, _UNBOUND) for c in value.__closure__ or ())
         return value.__code__, _described((*defaults, cells), depth)
     if isinstance(value, functools.partial):
         parts = value.func, value.args, value.keywords
@@ -85,10 +86,3 @@ def _described(value: Any, depth: int) -> Hashable:
     else:
         raise IndescribableError(f"it is of {type(value)}")
     return type(value), *(_described(part, depth + 1) for part in parts)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # The cell is still empty.
-        raise IndescribableError("it is unbound") from None

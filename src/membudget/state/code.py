@@ -59,7 +59,7 @@ def function_parts(function: FunctionType) -> Parts:
     code, text = function.__code__, f"function {name_of(function)}"
     if "_torchdynamo_orig_callable" in vars(function):
         raise IndescribableError(f"{function.__qualname__} is compiled")
-    cells = [_content(cell) for cell in function.__closure__ or ()]
+    cells = [content_of(cell) for cell in function.__closure__ or ()]
     parts = [function.__defaults__, function.__kwdefaults__, *cells]
     # A wrapper bears the name of what it wraps; its code does not.
     package = package_of(str(function.__globals__.get("__name__")))
@@ -70,11 +70,12 @@ def function_parts(function: FunctionType) -> Parts:
     return text, [code, *parts, *_named(function), *attributes_of(function)]
 
 
-def _content(cell: Any) -> Any:
+def content_of(cell: Any, unbound: Any = None) -> Any:
+    """Return what a variable of a closure holds; `unbound` before it is assigned."""
     try:
         return cell.cell_contents
-    except ValueError:  # Nothing was assigned to the variable yet.
-        return None
+    except ValueError:
+        return unbound
 
 
 def _named(function: FunctionType) -> list[Any]:

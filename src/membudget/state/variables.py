@@ -33,9 +33,10 @@ from typing import Any
 from torch.nn import Module
 
 from membudget._torch_modules import parametrized_cache
-from membudget.state.code import names_of
+from membudget.state.code import content_of, names_of
 from membudget.state.packages import is_installed, is_library
 from membudget.state.snapshot import State
+from membudget.state.walk import OF_TORCH, SIMPLE
 
 MOST_ARRAY_BYTES = 1 << 24
 """A larger array of NumPy's is taken for data, which no step changes."""
@@ -50,8 +51,6 @@ _ITERATORS: tuple[Any, ...] = (
     itertools.count,
 )
 _GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"}
-_SIMPLE = (int, float, complex, bool, str, bytes, type(None), type)
-_OF_MODULES = frozenset(vars(Module())) - {"training"}
 
 _names_of = functools.lru_cache(4096)(names_of)
 
@@ -76,20 +75,19 @@ def variables_kept(roots: Iterable[Any], is_fake: bool) -> Iterator[None]:
     found = _Variables()
     for root in roots:
         found.visit(root)
-    state = State([("", [*found.objects.values()])], contents=False)
     cache = parametrized_cache()
-    before = dict(cache)
+    state = State([("", [cache, *found.objects.values()])], contents=False)
     try:
         state.restore()
         cache.clear()
         found.stand_in(is_fake)
         yield
     finally:
-        found.put_back()
-        cache.clear()
-        cache.update(before)
-        state.restore()
-        state.restore_gradients()
+        try:
+            found.put_back()
+        finally:
+            state.restore()
+            state.restore_gradients()
 
 
 class _Variables:
@@ -112,9 +110,7 @@ class _Variables:
 
     def visit(self, value: Any, depth: int = 0, is_own: bool = True) -> None:
         """Find the variables to which a value leads."""
-        if isinstance(value, _SIMPLE) and not isinstance(value, type):
-            return
-        if id(value) in self._seen:
+        if isinstance(value, SIMPLE) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         parts = _parts_of(value)
@@ -144,7 +140,7 @@ class _Variables:
                 if name.endswith("_hooks"):
                     for hook in list((value or {}).values()):
                         self.visit(hook)
-                elif name not in _OF_MODULES:
+                elif name not in OF_TORCH:
                     self._hold(vars(module), name, value)
                     if callable(value) or is_array(value):
                         self.visit(value)
@@ -254,10 +250,7 @@ def _get(holder: Any, name: str) -> Any:
     if isinstance(holder, dict):
         return holder.get(name, _ABSENT)
     if isinstance(holder, CellType):
-        try:
-            return holder.cell_contents
-        except ValueError:  # Nothing was assigned to the variable yet.
-            return _ABSENT
+        return content_of(holder, _ABSENT)
     return vars(holder).get(name, _ABSENT)
 
 

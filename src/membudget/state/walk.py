@@ -39,13 +39,13 @@ MAX_OBJECTS = 2
 MAX_VALUES = 1000
 """Python values in a container with more items than this are not compared."""
 
-_SIMPLE = (int, float, complex, str, bytes, type(None))
+SIMPLE = (int, float, complex, str, bytes, type(None))
 _OPAQUE = (frozenset(sys.stdlib_module_names) | {"torch", "numpy", "membudget"}) - {
     "__main__"
 }
 _TRANSPARENT = (UserDict, UserList, SimpleNamespace)
 # Attributes of an empty `Module()`: torch's hooks and flags, not the model's state.
-_OF_TORCH = frozenset(vars(Module())) - {"training"}
+OF_TORCH = frozenset(vars(Module())) - {"training"}
 
 
 @dataclass
@@ -92,7 +92,7 @@ def walk(roots: Iterable[tuple[str, Any]], kind: TensorKind = "attribute") -> Fo
     seen: dict[int, Any] = {}
     while pending:
         visit = pending.pop()
-        if isinstance(visit.value, _SIMPLE):
+        if isinstance(visit.value, SIMPLE):
             found.values[visit.name] = visit.value
         elif id(visit.value) not in seen:
             # Keeping the object alive keeps its id from being reused.
@@ -133,7 +133,7 @@ def _enter_module(visit: _Visit, found: Found) -> Iterator[_Visit]:
     # The dicts of parameters, buffers, children and hooks are restored too.
     found.holders.extend(
         attributes[key]
-        for key in sorted(_OF_TORCH & attributes.keys())
+        for key in sorted(OF_TORCH & attributes.keys())
         if isinstance(attributes[key], dict)
     )
     for key, parameter in module.named_parameters(recurse=False):
@@ -141,7 +141,7 @@ def _enter_module(visit: _Visit, found: Found) -> Iterator[_Visit]:
     for key, buffer in module.named_buffers(recurse=False):
         yield dataclasses.replace(visit.inside(buffer, f".{key}"), kind="buffer")
     for key, value in list(attributes.items()):
-        if key not in _OF_TORCH:
+        if key not in OF_TORCH:
             yield dataclasses.replace(visit.inside(value, f".{key}"), kind="attribute")
     for key, child in module.named_children():
         yield dataclasses.replace(visit.inside(child, f".{key}"), objects=0)
@@ -160,7 +160,7 @@ def _enter_container(visit: _Visit, found: Found) -> Iterator[_Visit]:
         # only its length is compared.
         return
     for key, item in items:
-        if len(container) <= MAX_VALUES or not isinstance(item, _SIMPLE):
+        if len(container) <= MAX_VALUES or not isinstance(item, SIMPLE):
             yield visit.inside(item, f"[{key!r}]")
 
 

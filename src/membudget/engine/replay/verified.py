@@ -23,6 +23,7 @@ from membudget.engine.options import RegionOptions
 from membudget.engine.replay.routes import Routes
 from membudget.engine.sampling import Sampling, is_due_as
 from membudget.state.autocast import autocast_state
+from membudget.state.code import content_of
 
 OutputIndices = set[tuple[int, int]]
 OperatorPath = tuple[Any, ...]
@@ -194,7 +195,7 @@ def key_of(value: Any, depth: int) -> Any:
     if isinstance(value, types.MethodType):
         return key_of(value.__self__, depth + 1), value.__func__
     if isinstance(value, types.FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
+        cells = [content_of(cell) for cell in value.__closure__ or ()]
         return value.__code__, *(key_of(cell, depth + 1) for cell in cells)
     if isinstance(value, functools.partial):
         inner = (value.func, *value.args, *value.keywords.items())
@@ -212,10 +213,3 @@ def _named_in(key: Any) -> list[Any]:
         return [key()]
     items = key if type(key) is tuple else ()
     return [named for item in items for named in _named_in(item)]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # The cell is still empty.
-        return None
