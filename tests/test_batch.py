@@ -16,9 +16,9 @@ from membudget.batch import (
     call_make,
     call_model,
     could_be_pair,
+    explain_call,
     first_batch,
     is_pair,
-    pair_error,
 )
 from membudget.errors import OptionError
 
@@ -30,6 +30,9 @@ class Echo(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args, kwargs
+
+
+ECHO = Echo()
 
 
 @dataclass
@@ -105,20 +108,41 @@ def test_a_pair_is_told_by_its_loss_or_by_what_the_model_takes(
 
 
 @pytest.mark.parametrize(
-    ("batch", "taken_as_pair", "calls"),
+    ("batch", "loss", "calls"),
     [
-        ((X, 1), True, "model(inputs) and loss_fn(output, targets)"),
-        ([X, 1], True, "model(inputs) and loss_fn(output, targets)"),
-        ((X, 1), False, "model(*batch) and loss_fn(output, batch)"),
-        ([X, 1], False, "model(batch) and loss_fn(output, batch)"),
+        ((X, 1), F.mse_loss, "model(inputs) and loss_fn(output, targets)"),
+        ([X, 1], F.mse_loss, "model(inputs) and loss_fn(output, targets)"),
+        ((X, 1), loss_fn, "model(*batch) and loss_fn(output, batch)"),
+        ([X, 1], loss_fn, "model(batch) and loss_fn(output, batch)"),
     ],
 )
-def test_a_batch_of_two_that_fails_shows_how_it_was_called(batch, taken_as_pair, calls):
-    error = pair_error(batch, taken_as_pair, KeyError("mine"))
-    assert str(error).startswith(
+def test_a_batch_of_two_that_fails_shows_how_it_was_called(batch, loss, calls):
+    with pytest.raises(OptionError, match="To choose") as raised:
+        explain_call(KeyError("mine"), TakesTwo(), batch, loss)
+    assert str(raised.value).startswith(
         f"the batch (float32[2, 3], int) was used as {calls}, which "
         "failed with KeyError: 'mine'. To choose,"
     )
+
+
+class Trains(Echo):
+    def training_step(self, batch: Any, number: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "call"),
+    [
+        (Echo(), X, "Echo(batch) with float32[2, 3]"),
+        (Echo(), (X, 1, "a"), "Echo(*batch) with float32[2, 3], int, str"),
+        (Echo(), {"ids": X, "n": 1}, "Echo(**batch) with ids=float32[2, 3], n=int"),
+        (Trains(), [X, X], "training_step(batch, 0) of Trains with list"),
+    ],
+)
+def test_the_error_of_any_other_batch_notes_how_it_was_called(model, batch, call):
+    error = KeyError("mine")
+    explain_call(error, model, batch, None)
+    assert error.__notes__ == [f"The step called {call}."]
 
 
 def test_a_list_of_a_loader_becomes_a_tuple_and_its_generator_stays():
@@ -148,7 +172,11 @@ def test_a_loader_that_fails_leaves_the_random_streams():
 
 @pytest.mark.parametrize(
     ("made", "expected"),
-    [((1, 2), (1, 2, None)), ((1, 2, 3), (1, 2, 3)), ((1, 2, None), (1, 2, None))],
+    [
+        ((ECHO, 2), (ECHO, 2, None)),
+        ((ECHO, 2, loss_fn), (ECHO, 2, loss_fn)),
+        ((ECHO, 2, None), (ECHO, 2, None)),
+    ],
 )
 def test_a_function_that_makes_model_and_batch_may_make_a_loss(made, expected):
     assert call_make(lambda batch: made, {"batch": 1}) == expected
@@ -165,6 +193,9 @@ def test_a_function_that_makes_something_else_is_refused_by_its_name():
     for count in (1, 4):
         with pytest.raises(OptionError, match="returned a tuple"):
             call_make(lambda: (1,) * count, {})  # noqa: B023
+    for made, kinds in (((1, X), "int, Tensor"), ((ECHO, X, 3), "Echo, Tensor, int")):
+        with pytest.raises(OptionError, match=rf"must return .* returned \({kinds}\)"):
+            call_make(lambda: made, {})  # noqa: B023
 
 
 class Makes:

@@ -209,6 +209,7 @@ def test_the_largest_size_says_where_it_lies(step, capsys, budget, words):
         ("make --sweep batch=1,2 --batch 3", "batch is swept, so it cannot be set"),
         ("make --sweep device=1,2", "a size cannot be called 'device'"),
         ("make --sweep cache=1,2", "a size cannot be called 'cache'"),
+        ("make --batch 0", "--batch must be at least 1; got 0"),
         ("make --set batch", "--set takes NAME=VALUE, such as batch=4; got 'batch'"),
         ("make --set depth=3", "make(depth=3) cannot be called"),
         ("make --budget much", "a size is a number of bytes"),

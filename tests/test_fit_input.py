@@ -257,10 +257,25 @@ def test_a_model_that_is_not_a_module_is_rejected(budget):
 def test_a_model_that_carries_regions_of_its_user_is_not_fitted():
     model, batch = made()
     applied = mb.apply(model, names="0")
-    words = "carries 1 regions already, the first on '0'.*remove\\(\\) them"
+    words = "carries 1 region already, the first on '0'.*remove\\(\\) what"
     check_refused(model, batch, words, "90%", fake=True)
     applied.remove()
     fit(model, batch, "90%", fake=True).remove()
+
+
+@pytest.mark.parametrize("budget", ["90%", None])
+def test_a_step_without_a_backward_pass_is_refused(budget):
+    model, batch = made()
+    with pytest.raises(OptionError, match="the step ran no backward pass"):
+        fit(lambda: model(batch), modules=model, budget=budget or "1GiB")
+
+
+def test_a_model_that_copies_itself_for_each_call_is_refused():
+    model, batch = made()
+    with pytest.raises(OptionError, match=r"DataParallel, .* as in model\.module"):
+        fit(nn.DataParallel(model), batch, "90%")
+    with pytest.raises(OptionError, match=r"DataParallel, .* as in model\.module"):
+        mb.budget(nn.DataParallel(model), "90%").start()
 
 
 def test_parameters_on_several_devices_are_not_one_budget():

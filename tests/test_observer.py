@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from membudget._torch import DispatchMode, without_dispatch_modes
+from membudget._torch_observing import inherited_by_autograd
 from membudget.observer import Observer, observers
 
 
@@ -169,6 +170,21 @@ def test_another_thread_is_not_observed():
         thread.start()
         thread.join()
     assert "tan" not in seen.names
+
+
+def test_a_thread_ends_without_observers_that_it_shares():
+    found = []
+
+    def observe() -> None:
+        for _ in range(2):
+            with Names() as seen:
+                torch.ones(2).tan()
+            found.extend([seen.names.count("tan"), inherited_by_autograd()])
+
+    thread = threading.Thread(target=observe)
+    thread.start()
+    thread.join()
+    assert found == [1, None, 1, None]
 
 
 def test_rule3_higher_order_operators_are_observed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from weakref import ref
 
 import torch
 
@@ -42,6 +43,25 @@ def test_what_is_shared_with_autograd_is_found_in_this_thread():
     names.share_with_autograd(shared)
     assert names.inherited_by_autograd() is shared
     names.share_with_autograd(before)
+
+
+def test_what_is_no_longer_shared_is_let_go_of():
+    found = []
+
+    def share() -> None:
+        shared = torch.ones(1)
+        names.share_with_autograd(shared)
+        found.append(ref(shared))
+        del shared
+        assert found[0]() is not None
+        names.share_with_autograd(None)
+        names.share_with_autograd(None)
+        found.extend([found[0](), names.inherited_by_autograd()])
+
+    thread = threading.Thread(target=share)
+    thread.start()
+    thread.join()
+    assert found[1:] == [None, None]
 
 
 def test_operators_that_are_new_are_observed_too():

@@ -134,13 +134,23 @@ def operator_of(name: str) -> Any:
     return getattr(operators, overload or "default")
 
 
+_take_back: Any = getattr(torch._C, "_remove_obj_from_tls", None)
+
 # Autograd's device threads inherit these objects with the dispatch keys.
 SHARED = "membudget.observers"
 
 
 def share_with_autograd(value: Any, name: str = SHARED) -> None:
-    """Share an object with the threads that run this thread's backward pass."""
-    torch._C._stash_obj_in_tls(name, value)
+    """Share an object with the threads that run this thread's backward pass.
+
+    `None` ends that. A thread that still shares an object when it ends takes Python's
+    lock to let go of it; if the interpreter is ending, too, that aborts the process
+    (pytorch/pytorch#117762). Before torch 2.13, objects cannot be taken back.
+    """
+    if value is not None or _take_back is None:
+        torch._C._stash_obj_in_tls(name, value)
+    elif torch._C._is_key_in_tls(name):
+        _take_back(name)
 
 
 def inherited_by_autograd(name: str = SHARED) -> Any:

@@ -55,6 +55,13 @@ class Carried(Protocol):
         """Run the module's forward."""
 
 
+class CarriedBudget:
+    """What a model carries while a budget is open on it, which is no region."""
+
+    statistics = None
+    kept = ""
+
+
 @dataclass(slots=True)
 class ModuleRegion:
     """A region attached to one module, by a plan or otherwise."""

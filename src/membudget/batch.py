@@ -85,7 +85,20 @@ def _is_functional(loss_fn: Any) -> bool:
     return getattr(loss_fn, "__module__", "") == "torch.nn.functional"
 
 
-def pair_error(batch: Any, taken_as_pair: bool, error: Exception) -> OptionError:
+def explain_call(error: Exception, model: Module, batch: Any, loss_fn: Any) -> None:
+    """Say in a failed step's error how the model was called with the batch.
+
+    Raises:
+        OptionError: If the batch could also be meant the other way: as a pair, or as
+            two arguments.
+    """
+    taken_as_pair = is_pair(model, batch, loss_fn)
+    if could_be_pair(batch, loss_fn):
+        raise _pair_error(batch, taken_as_pair, error) from error
+    error.add_note(f"The step called {call_text(model, batch, loss_fn)}.")
+
+
+def _pair_error(batch: Any, taken_as_pair: bool, error: Exception) -> OptionError:
     """Return the error for a pair taken for two arguments, or the other way round."""
     first, second = map(_described, batch)
     calls = "model(inputs) and loss_fn(output, targets)"
@@ -98,6 +111,25 @@ def pair_error(batch: Any, taken_as_pair: bool, error: Exception) -> OptionError
         "modules=model: `lambda: loss_fn(model(inputs), targets).backward()` or "
         "`lambda: loss_fn(model(*batch), batch).backward()`"
     )
+
+
+def call_text(model: Module, batch: Any, loss_fn: Any = None) -> str:
+    """Return in words how a step calls a model with a batch that is no pair.
+
+    Example:
+        >>> import torch
+        >>> call_text(Module(), (torch.ones(2, 3), 4))
+        'Module(*batch) with float32[2, 3], int'
+    """
+    name = type(model).__name__
+    if loss_fn is None and callable(getattr(model, "training_step", None)):
+        return f"training_step(batch, 0) of {name} with {_described(batch)}"
+    if isinstance(batch, Mapping) and not dataclasses.is_dataclass(batch):
+        items = (f"{key}={_described(item)}" for key, item in batch.items())
+        return f"{name}(**batch) with {', '.join(items)}"
+    if type(batch) is tuple:
+        return f"{name}(*batch) with {', '.join(map(_described, batch))}"
+    return f"{name}(batch) with {_described(batch)}"
 
 
 def _described(item: Any) -> str:
@@ -120,9 +152,16 @@ def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any
         raise OptionError(f"{name}({given}) cannot be called: {error}") from error
     made = make(**sizes)
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise OptionError(
-            f"{name} must return (model, batch) or (model, batch, loss_fn); it "
-            f"returned a {type(made).__name__}"
-        )
+        raise _made_otherwise(name, f"a {type(made).__name__}")
     model, batch, *loss = made
+    if not isinstance(model, Module) or not (loss in ([], [None]) or callable(*loss)):
+        kinds = ", ".join(type(one).__name__ for one in made)
+        raise _made_otherwise(name, f"({kinds})")
     return model, batch, loss[0] if loss else None
+
+
+def _made_otherwise(name: str, found: str) -> OptionError:
+    return OptionError(
+        f"{name} must return (model, batch) or (model, batch, loss_fn); it returned "
+        f"{found}"
+    )

@@ -116,7 +116,8 @@ def chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Return the values of `--set` and `--batch` as keyword arguments for TARGET.
 
     Raises:
-        OptionError: If a value of `--set` does not have the form NAME=VALUE.
+        OptionError: If a value of `--set` does not have the form NAME=VALUE, or the
+            batch is empty.
     """
     chosen = {}
     for text in options.set:
@@ -128,6 +129,8 @@ def chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             chosen[name] = value  # Not a Python literal: a plain string.
     if options.batch is not None:
+        if options.batch < 1:
+            raise OptionError(f"--batch must be at least 1; got {options.batch}")
         chosen["batch"] = options.batch
     return chosen
 

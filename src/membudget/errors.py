@@ -78,6 +78,7 @@ HolderKind = Literal[
     "optimizer state",
     "parameters",
     "inputs",
+    "regions",
     "other",
 ]
 """What holds bytes at a peak; see `report.holders`."""

@@ -22,7 +22,7 @@ from membudget.allocation import is_out_of_memory, map_blocks_if_limited
 from membudget.allowance import Budget, absent_bytes, check_budget, free_budget
 from membudget.deadline import Deadline
 from membudget.errors import OptionError
-from membudget.fittable import check_fittable, check_on_ranks
+from membudget.fittable import check_fittable, check_on_ranks, check_trains
 from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
 from membudget.host import Offloading, asked_host
 from membudget.modes import AUTO, check_mode
@@ -165,6 +165,7 @@ def fit(
             return fit_on_ranks(step, ranks, budget, mode, optimizer, device, deadline)
         while True:
             plain = _profiled(step, optimizer, fake, device, kept)
+            check_trains(plain.graph)
             plain = replace(plain, notes=plain.notes + notes)
             absent = absent_bytes(plain.graph.static, optimizer, step.device)
             limit = Budget.of(budget, plain, absent)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from inspect import signature
 
-from torch.nn import Module
+from torch.nn import DataParallel, Module
 
 from membudget._torch_fsdp import is_replaceable
 from membudget._torch_modules import is_compiled
-from membudget.attach import has_region
+from membudget.attach import CarriedBudget, carried_by, has_region
 from membudget.errors import OptionError
+from membudget.graph import StepGraph
 from membudget.sharding import (
     flattened_of,
     is_fully_sharded,
@@ -28,9 +29,23 @@ def check_fittable(step: Step) -> None:
         OptionError: If it is such a step.
     """
     _check_wrapper(step.model)
+    _check_copies(step.model)
     _check_devices(step.model)
     _check_regions(step.model)
     _check_batch(step)
+
+
+def check_trains(graph: StepGraph) -> None:
+    """Reject a recorded step that ran no backward pass.
+
+    Raises:
+        OptionError: If it is such a step.
+    """
+    if graph.operators and graph.backward_start == graph.optimizer_start:
+        raise OptionError(
+            "the step ran no backward pass, so there is nothing to recompute: give one "
+            "that calls backward(), as in `lambda: model(x).sum().backward()`"
+        )
 
 
 def check_model(model: Module) -> None:
@@ -40,6 +55,7 @@ def check_model(model: Module) -> None:
         OptionError: If it is such a model.
     """
     _check_processes(model)
+    _check_copies(model)
     _check_devices(model)
     _check_regions(model)
 
@@ -129,6 +145,18 @@ def _check_units(model: Module) -> None:
         )
 
 
+def _check_copies(model: Module) -> None:
+    """Reject a model that copies itself for each call, which no recording follows."""
+    for name, module in model.named_modules():
+        if isinstance(module, DataParallel):
+            raise OptionError(
+                f"{name or 'the model'!r} is a DataParallel, which copies its module "
+                "for each call and calls the copies in threads. Give the module "
+                "inside, as in model.module, on one device; or train in several "
+                "processes with DistributedDataParallel"
+            )
+
+
 def _check_devices(model: Module) -> None:
     """Reject a model that trains on several devices, whose bytes are not one budget."""
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
@@ -143,12 +171,23 @@ def _check_devices(model: Module) -> None:
 
 def _check_regions(model: Module) -> None:
     """Reject a model with regions: plans are made from the plain step."""
-    carrying = [name for name, module in model.named_modules() if has_region(module)]
-    if carrying:
+    carried = {
+        name or "itself": carried_by(module)
+        for name, module in model.named_modules()
+        if has_region(module)
+    }
+    for name, one in carried.items():
+        if isinstance(one, CarriedBudget):
+            raise OptionError(
+                f"a budget is open on {name!r} of {type(model).__name__}, whose plans "
+                "are made from the plain step: stop() it first, or leave its context"
+            )
+    if carried:
+        number = f"{len(carried)} region{'s' * (len(carried) > 1)}"
         raise OptionError(
-            f"{type(model).__name__} carries {len(carrying)} regions already, the "
-            f"first on {carrying[0] or 'itself'!r}, and plans are made from the plain "
-            "step: remove() them first"
+            f"{type(model).__name__} carries {number} already, the first on "
+            f"{next(iter(carried))!r}, and plans are made from the plain step: "
+            "remove() what put them there first"
         )
 
 

@@ -72,15 +72,17 @@ class _Thread:
         stack: Observers called through the dispatch key, outermost first.
         inherited: Of autograd's thread, the observers that those of its own joined.
         depth: Number of observers in `stack` that have yet to see the current operator.
+        may_end: Whether the thread may end before the process does.
     """
 
-    __slots__ = ("all", "depth", "inherited", "stack")
+    __slots__ = ("all", "depth", "inherited", "may_end", "stack")
 
     def __init__(self) -> None:
         self.all: list[Observer] = []
         self.stack: list[Observer] = []
         self.inherited: list[Observer] = []
         self.depth = 0
+        self.may_end = threading.get_ident() != threading.main_thread().ident
 
 
 class _Local(threading.local):
@@ -166,6 +168,8 @@ class Observer:
             thread.stack, thread.inherited = [], []
         elif not thread.stack:
             include_observers(False)
+            if thread.may_end:
+                share_with_autograd(None)
 
 
 def _watch(thread: _Thread) -> None:

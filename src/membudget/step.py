@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from membudget._torch_accelerator import main_device
 from membudget.allocation import is_out_of_memory, let_go
-from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
+from membudget.batch import call_model, explain_call, first_batch, is_pair
 from membudget.draws import drawing
 from membudget.errors import MembudgetError, OptionError
 from membudget.rehearsal import Rehearsal
@@ -127,9 +127,9 @@ class Step:
         except MembudgetError:
             raise
         except Exception as error:
-            if not could_be_pair(self.batch, self.loss_fn) or is_out_of_memory(error):
-                raise
-            raise pair_error(self.batch, self._is_pair, error) from error
+            if not is_out_of_memory(error):
+                explain_call(error, self.model, self.batch, self.loss_fn)
+            raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, Tensor)
             found = list(loss.shape) if is_tensor else type(loss).__name__

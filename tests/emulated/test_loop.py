@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import membudget as mb
-from membudget.loop.meter import BatchMeter
+from membudget.loop.meter import BatchMeter, PeerRoom
 from membudget.memory.counting import Counted
 from tests.emulated import emu
 from tests.emulated.limited import Trained, limited, peak, runs_out
@@ -20,10 +20,10 @@ def test_a_measurement_keeps_its_peak_where_that_of_another_model_begins():
     first, second = BatchMeter(Counted(device)), BatchMeter(Counted(device))
     for meter in (first, second):
         meter._counted.start()
-    first.begin(int)
+    first.begin(PeerRoom)
     first.mark("outputs")
     torch.empty(peak_bytes, dtype=torch.uint8, device=device)
-    second.begin(int)
+    second.begin(PeerRoom)
     first.mark("backward")
     found = first.end()
     assert found is not None

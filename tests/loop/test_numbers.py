@@ -1,46 +1,100 @@
-"""A user is told of numbers that make ever new situations."""
+"""Numbers and strings among the arguments: which decide nothing, and which do."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget.loop.numbers import ENOUGH
 
 
 class Timed(nn.Module):
-    """Is called with a time."""
+    """Is called with a time, a name, and how often its layers run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
-    def forward(self, x: Tensor, time: float | Tensor = 0.0) -> Tensor:
-        return self.layers(x) * time
+    def forward(
+        self, x: Tensor, time: Any = 1.0, name: str = "", repeats: int = 1
+    ) -> Tensor:
+        for _ in range(repeats):
+            x = self.layers(x)
+        return x * time
 
 
-def texts_of(*calls: tuple[Tensor, float | Tensor]) -> list[str]:
-    """Train on some calls; return what a user is warned of."""
+def trained(*calls: dict[str, Any], rows: int = 2) -> tuple[list[str], list[int]]:
+    """Train on some calls; return what a user is warned of, and uses of situations."""
     model = Timed()
-    with warnings.catch_warnings(record=True) as caught, mb.budget(model, "1GiB"):
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mb.budget(model, "1GiB") as fitted,
+    ):
         warnings.simplefilter("always")
         for call in calls:
-            model(*call).sum().backward()
+            model(torch.ones(call.pop("rows", rows), 8), **call).sum().backward()
             model.zero_grad()
-    return [str(w.message) for w in caught if w.category is mb.BudgetWarning]
+    texts = [str(w.message) for w in caught if w.category is mb.BudgetWarning]
+    return texts, [s.uses for s in fitted.status().situations]
 
 
-def test_numbers_that_change_all_the_time_are_warned_of_once():
-    (text,) = texts_of(*((torch.ones(2, 8), 0.5 * step) for step in range(10)))
-    assert text.startswith("the model was called with 8 different numbers in otherwise")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda step: {"time": 0.5 * step},
+        lambda step: {"time": step},
+        lambda step: {"name": f"sample {step}"},
+        lambda step: {"time": step, "name": f"sample {step}"},
+    ],
+    ids=["float", "int", "string", "both"],
+)
+def test_values_that_decide_nothing_make_no_further_situations(call):
+    texts, uses = trained(*(call(step) for step in range(12)))
+    assert not texts
+    assert len(uses) == ENOUGH
+    assert uses[0] == 12 - ENOUGH + 1
+
+
+def test_values_that_decide_nothing_at_one_size_decide_nothing_at_another():
+    calls = [{"time": 0.5 * step} for step in range(6)]
+    calls += [{"time": 0.3 * step, "rows": 4} for step in range(6)]
+    _, uses = trained(*calls)
+    assert sorted(uses) == [1, 1, 1, 3, 6]
+
+
+def test_a_number_that_decides_what_runs_makes_a_situation_each_and_is_warned_of_once():
+    (text,), uses = trained(*({"repeats": step} for step in range(1, 11)))
+    assert text.startswith("the model was called with 8 different numbers or strings")
+    assert uses == [1] * 10
+
+
+def test_a_number_that_decides_late_is_planned_for_again_once_the_budget_is_exceeded():
+    class Late(Timed):
+        def forward(self, x: Tensor, time: Any = 1.0, *_: Any) -> Tensor:
+            return super().forward(x, repeats=9 if time >= 6 else 1)
+
+    model = Late()
+
+    def train(*steps: int) -> None:
+        for step in steps:
+            model.zero_grad()
+            model(torch.ones(512, 8), step).sum().backward()
+
+    with mb.budget(model, "100%") as fitted:
+        train(*range(6))
+        with pytest.warns(mb.BudgetWarning, match="more than were left for it"):
+            train(6, 7)
+    assert len(fitted.status().situations) == ENOUGH + 1
 
 
 @pytest.mark.parametrize("number", [0.5, torch.tensor(0.5)])
 def test_other_sizes_and_tensors_make_no_warning(number):
-    assert not texts_of(
-        *((torch.ones(rows, 8), rows * number) for rows in range(1, 5)),
-        *((torch.ones(rows, 8), number) for rows in range(5, 10)),
-    )
+    calls = [{"time": rows * number, "rows": rows} for rows in range(1, 5)]
+    calls += [{"time": number, "rows": rows} for rows in range(5, 10)]
+    texts, _ = trained(*calls)
+    assert not texts

@@ -72,6 +72,23 @@ def test_the_loss_that_is_assumed_of_an_unknown_loop_is_the_largest_holder():
     assert largest.bytes >= 4 * 8 * 24 * 2048 * 4
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_lines_add_up_to_the_bytes_that_are_asked_for(dropout):
+    """Random states are beside the tensors; reading these for verification is not."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = nn.LSTM(64, 64, 2, dropout=dropout)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.memory(torch.ones(*ids.shape, 64))[0]
+
+    error = refusal(Remembers(), 10_000)
+    assert sum(holder.bytes for holder in error.holders) == error.least_bytes
+    assert f"{error.least_bytes:,} bytes in all" in str(error)
+
+
 def test_a_warning_names_the_holders_too():
     model = Language()
     with (

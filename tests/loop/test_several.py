@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.attach import has_region
+from membudget.loop.step_needs import given_to
 from membudget.memory import counting
 from tests.loop.training import counted, live_bytes
 
@@ -126,6 +127,49 @@ def test_an_optimizer_may_be_wrapped():
         model(torch.randn(8, 64)).sum().backward()
         optimizer.step()
     assert not fitted.status().notes
+
+
+def test_each_model_has_that_of_the_given_optimizers_which_steps_most_of_it():
+    one, other = network(), network()
+    weights = [p for p in one.parameters() if p.dim() > 1]
+    rest = [p for p in one.parameters() if p.dim() == 1]
+    optimizers = [
+        torch.optim.SGD(rest[:2], lr=0.1),
+        torch.optim.AdamW([*weights, rest[2]], lr=0.1),
+        torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9),
+    ]
+    found = given_to([one, other], optimizers)
+    assert found == optimizers[1:]
+    assert given_to([one, other], optimizers[2]) == [None, optimizers[2]]
+    assert given_to([one], None) == [None]
+
+
+def test_a_second_optimizer_of_a_model_is_foreseen_when_it_first_steps():
+    model = network()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    given = torch.optim.SGD(rest, lr=0.1), torch.optim.AdamW(weights, lr=0.1)
+    state_bytes = 2 * sum(p.nbytes for p in weights)
+    limit = live_bytes() + 2 * sum(p.nbytes for p in model.parameters())
+    with mb.budget(model, limit + state_bytes // 2, optimizer=given[0]):
+        model(torch.randn(2, 64)).sum().backward()
+        given[0].step()
+        with pytest.raises(mb.BudgetError, match="the next step of AdamW needs"):
+            given[1].step()
+    assert not given[1].state
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (torch.optim.SGD, "must be a torch.optim.Optimizer, or a list of them; got"),
+        (["adam"], "got 'adam'"),
+        (torch.optim.SGD([torch.zeros(1)]), "the SGD steps none of the parameters"),
+    ],
+)
+def test_what_does_not_step_a_model_is_refused(optimizer, words):
+    with pytest.raises(mb.OptionError, match=words):
+        mb.budget(network(), "1GiB", optimizer=optimizer)
 
 
 def doubled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

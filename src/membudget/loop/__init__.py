@@ -8,7 +8,7 @@ take. `micro_batch` records a call without memory, with `leaves` for parameters,
 without its `shards`, and no `collectives` sent. `point` predicts it under a plan, and
 `kind` predicts calls of other sizes from a few points; `evaluation` foresees calls
 without gradients, and `twice` gradients that keep their graph. `host_room` says what
-may be moved to the host, and `numbers` tells of arguments that make ever new kinds.
+may be moved to the host, and `numbers` finds arguments that decide nothing.
 `budgeted` is what a user sees, `undo` and `report` serve its `step` and `status`;
 `learned` and `plan_file` hand what is known to the next run.
 """
@@ -29,9 +29,9 @@ from membudget.loop.host_room import host_rooms
 from membudget.loop.plan_file import PlanFile
 from membudget.loop.room import OnExceed, Room
 from membudget.loop.root import Root
+from membudget.loop.step_needs import given_to
 from membudget.memory.counting import Counted
 from membudget.planner.plan import Plan
-from membudget.profile.optimizer_step import unwrapped
 from membudget.sharding import ranks_of, unwrapped_model
 from membudget.step import check_arguments, device_of_model
 from membudget.text import parse_bytes
@@ -43,7 +43,7 @@ def budget(
     model: Module | Sequence[Module],
     budget: int | str,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     on_exceed: OnExceed = "raise",
     verify: float = 0.01,
     plan: Plan | str | Path | None = None,
@@ -67,7 +67,8 @@ def budget(
             micro-batch adds to the bytes live before it; `"40% of activations"` allows
             its gradients plus 40 % of the rest.
         optimizer: The optimizer, whose state and temporaries then count from the first
-            micro-batch on. By default, it is noticed when it first steps.
+            micro-batch on; for several models, a list. Any other, or a second one of
+            one model, is noticed when it first steps.
         on_exceed: What to do if even the smallest plan for a micro-batch is over
             budget: `"raise"` raises a `BudgetError` before the forward, `"warn"` warns
             and uses the smallest plan, `"plain"` warns and runs without a plan. Calls
@@ -89,8 +90,8 @@ def budget(
 
     Raises:
         OptionError: If the budget is neither a size nor a share, `on_exceed` is
-            unknown, `verify` is not in (0, 1], `host` is not a positive size, or `host`
-            is given for a model on the CPU.
+            unknown, `verify` is not in (0, 1], `host` is not a positive size, `host`
+            is given for a model on the CPU, or an optimizer steps none of the models.
         PlanError: If the plan was saved for other parameters, another device or another
             torch, or is not whole.
 
@@ -98,7 +99,7 @@ def budget(
         BudgetWarning: If a micro-batch took more than was left for it, or the model
             cannot be recorded on fake tensors; each block is then recomputed. Also if
             the plan was saved under other conditions, such as other code of the model,
-            and if numbers among the arguments make ever new situations.
+            and if numbers or strings among the arguments make ever new situations.
 
     Not counted: memory outside torch's allocator; on the CPU without a C++ compiler,
     tensors that nothing in Python refers to, and no micro-batch is measured.
@@ -130,10 +131,11 @@ def budget(
     models = [unwrapped_model(one) for one in given]
     devices = [device_of_model(one) for one in models]
     hosts = host_rooms(host, offload, devices)
-    steps = unwrapped(optimizer)
     roots = [
         Root(one, Room(limit, on_exceed, Counted(on)), steps, float(verify), hosts[on])
-        for one, on in zip(models, devices, strict=True)
+        for one, on, steps in zip(
+            models, devices, given_to(models, optimizer), strict=True
+        )
     ]
     ranks = max(map(ranks_of, given), default=1)
     return Budgeted(budget, roots, PlanFile(roots, plan), ranks)

@@ -50,6 +50,18 @@ class Measured:
     step_bytes: int | None = None
 
 
+class PeerRoom(NamedTuple):
+    """What another model must leave for a micro-batch that runs inside its own.
+
+    Attributes:
+        spare_bytes: By how much a smaller plan would lower the peak.
+        need_bytes: What is asked for the smallest, which may be more than it takes.
+    """
+
+    spare_bytes: int = 0
+    need_bytes: int = 0
+
+
 class _At(NamedTuple):
     bounded_bytes: int  # Peaks since the mark before.
     peak_bytes: int
@@ -64,8 +76,9 @@ class BatchMeter:
     Attributes:
         peers: The meters of the models in one budget. Where the backward pass of one
             model begins, that of a model that was called on its outputs has ended.
-            What such a model keeps by choice is not a need of the first. A model that
-            is called after another's backward pass is not part of that, either.
+            What such a model keeps by choice is not a need of the first, but all that
+            its smallest plan is expected to take. A model that is called after
+            another's backward pass is no part of that.
     """
 
     def __init__(self, counted: Counted):
@@ -73,14 +86,14 @@ class BatchMeter:
         self.peers: Sequence[BatchMeter] = ()
         self._counted = counted
         self._marks: dict[str, _At] | None = None
-        self._before_bytes = self._number = 0
-        self._spare_bytes: Callable[[], int] = int
+        self._before_bytes = self._live_bytes = self._number = 0
+        self._room: Callable[[], PeerRoom] = PeerRoom
 
-    def begin(self, spare_bytes: Callable[[], int]) -> None:
+    def begin(self, room: Callable[[], PeerRoom]) -> None:
         """Begin to measure a micro-batch, if the device's bytes are counted.
 
         Args:
-            spare_bytes: Returns by how much a smaller plan would lower its peak.
+            room: Returns what is needed for it inside another model's.
         """
         if not self._counted.is_exact:
             return
@@ -88,8 +101,9 @@ class BatchMeter:
         if is_on_accelerator(self._counted.device):
             at_rest(self._counted.device)  # So that what is reserved is for this alone.
         self._before_bytes, _ = self._counted.bounded_bytes()
+        self._live_bytes = self._counted.live_bytes()
         self._number = next(_NUMBERS)
-        self._spare_bytes = spare_bytes
+        self._room = room
         self._marks = {}
 
     def mark(self, what: Mark) -> bool:
@@ -101,12 +115,21 @@ class BatchMeter:
         is_first = self._marks is not None and what not in self._marks
         if self._marks is not None and is_first:
             inner = self._inner() if what == "backward" else []
-            spare_bytes = sum(peer._spare_bytes() for peer in inner)
+            rooms = [peer._room() for peer in inner]
+            spare_bytes = sum(room.spare_bytes for room in rooms)
+            # Above what was live, or reserved, when the calls of these models began.
+            needs = [
+                (
+                    peer._before_bytes + room.need_bytes,
+                    peer._live_bytes + room.need_bytes,
+                )
+                for peer, room in zip(inner, rooms, strict=True)
+            ]
             counted = self._counted
             _, bounded_bytes = counted.bounded_bytes()
             self._marks[what] = _At(
-                bounded_bytes - spare_bytes,
-                counted.peak_bytes() - spare_bytes,
+                max([bounded_bytes - spare_bytes, *(need for need, _ in needs)]),
+                max([counted.peak_bytes() - spare_bytes, *(need for _, need in needs)]),
                 counted.live_bytes(),
                 is_any_autocast_enabled(),
                 torch.is_grad_enabled(),
@@ -133,7 +156,7 @@ class BatchMeter:
 
     def drop(self) -> None:
         """Stop measuring; nothing is learnt from a micro-batch that fails."""
-        self._marks, self._spare_bytes = None, int
+        self._marks, self._room = None, PeerRoom
 
     def end(self) -> Measured | None:
         """Stop measuring; return what the micro-batch took, if it was measured."""

@@ -33,9 +33,12 @@ def warn_of_no_plan(model: Module, why: str) -> None:
 def exceeded(history: History, peak_bytes: int) -> str:
     """Say of a micro-batch that it took more than was left for it."""
     beyond = peak_bytes - history.limit_bytes
+    then = "the next plan expects that"
+    if history.predicted is None:
+        then = "there is no plan, and each block is recomputed already"
     return (
         f"a micro-batch of {history.text} took {peak_bytes:,} bytes, {beyond:,} more "
-        "than were left for it; the next plan expects that"
+        f"than were left for it; {then}"
     )
 
 

@@ -29,7 +29,7 @@ from membudget.loop.history import Basis, History
 from membudget.loop.host_room import HostRoom
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.learned import Learned
-from membudget.loop.meter import Measured
+from membudget.loop.meter import Measured, PeerRoom
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.numbers import Numbers
 from membudget.loop.point import Predicted, RecordedSize
@@ -87,6 +87,7 @@ class Plans:
         is_first: Whether no micro-batch was measured yet.
         newest: The situation that was planned last.
         known: What an earlier run learned of situations that have yet to come.
+        numbers: Which numbers and strings among the arguments decide nothing.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Plans:
         self.newest: History | None = None
         self.known = Learned()
         self._planned: list[RecordedSize] = []
-        self._numbers = Numbers()
+        self.numbers = Numbers()
 
     def start_from(self, known: Learned) -> None:
         """Begin with what an earlier run learned."""
@@ -123,14 +124,15 @@ class Plans:
             text: Shapes of the tensors that the model is called with.
 
         Warns:
-            BudgetWarning: If numbers among the arguments make ever new situations.
+            BudgetWarning: If numbers or strings among the arguments make ever new
+                situations.
         """
         history = History(text)
         self.known.recall(situation, self.kind(situation), history)
         if len(self.histories) >= MOST_SITUATIONS:
             del self.histories[min(self.histories, key=self._uses)]
         self.histories[situation] = history
-        self._numbers.look(situation.kind)
+        self.numbers.look(situation.kind)
         return history
 
     def _uses(self, situation: Situation) -> int:
@@ -144,7 +146,9 @@ class Plans:
         recording = self._record()
         while self._recorded >= MOST_RECORDED:
             self._forget(next(iter(self.kinds)))
-        return self.kind(situation).add(situation.sizes, recording)
+        point = self.kind(situation).add(situation.sizes, recording)
+        self.numbers.compare(situation, point.content)
+        return point
 
     @property
     def _recorded(self) -> int:
@@ -249,16 +253,17 @@ class Plans:
                 return fastest
         return kind.smallest(point, halvings)
 
-    def spare_bytes(self, situation: Situation) -> int:
-        """Return by how much the smallest plan lowers the peak of a micro-batch."""
+    def room(self, situation: Situation) -> PeerRoom:
+        """Return what another model must leave for a micro-batch that it contains."""
         history = self.histories.get(situation)
         predicted = None if history is None else history.predicted
         if history is None or predicted is None:
-            return 0
+            return PeerRoom()
         halvings = None if history.basis is None else history.basis.halvings
         point = self._to_plan(self.reference(situation))
-        least_bytes = point.least_bytes(halvings)
-        return max(0, predicted.peak_bytes - least_bytes)
+        least_bytes = min(point.least_bytes(halvings), predicted.peak_bytes)
+        beside_bytes = history.expected_bytes(predicted) - predicted.peak_bytes
+        return PeerRoom(predicted.peak_bytes - least_bytes, least_bytes + beside_bytes)
 
     def tighten(self) -> bool:
         """Make smaller plans for the newest situation; return whether there are any."""
@@ -274,6 +279,8 @@ class Plans:
     def learn(self, situation: Situation, history: History, measured: Measured) -> None:
         """Note what a micro-batch took."""
         history.measure(measured.peak_bytes)
+        if measured.peak_bytes > history.limit_bytes > 0:
+            self.numbers.doubt(situation.kind)
         if measured.tail_bytes is None or history.predicted is None:
             return
         self.is_first = False

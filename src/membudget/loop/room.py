@@ -86,12 +86,16 @@ class Room:
         Raises:
             BudgetError: If nothing else was asked for.
         """
+        found = point.simulated(smallest.schedule)
+        least_bytes = history.expected_bytes(smallest)
+        # No name of its own: a traceback through this frame would hold the error.
         self.refuse(
             refused(
                 point.profile,
                 self.for_micro_batch(history),
-                point.simulated(smallest.schedule),
-                history.expected_bytes(smallest),
+                found,
+                least_bytes,
+                beside_bytes=least_bytes - found.peak_bytes,
             ),
             f"for a micro-batch of {history.text}, ",
         )

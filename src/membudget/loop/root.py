@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from membudget._torch import may_read_bytes
 from membudget._torch_accelerator import HOST
 from membudget.allocation import is_out_of_memory
-from membudget.attach import carried_by, put, remove_region
+from membudget.attach import CarriedBudget, carried_by, put, remove_region
 from membudget.errors import BudgetWarning
 from membudget.loop import notes
 from membudget.loop.awaited import Awaited, Forward
@@ -46,11 +46,10 @@ from membudget.loop.step_needs import StepNeeds
 from membudget.loop.twice import Call, Twice
 
 
-class Root:
+class Root(CarriedBudget):
     """Attached to a model for as long as a budget is open.
 
     Attributes:
-        statistics: Of the region that a plan puts on the model itself, if one does.
         model: The model.
         steps: The optimizers of the model's parameters, and what they need.
         plans: Its plans, by situation.
@@ -62,9 +61,6 @@ class Root:
         has_run: Whether a forward was planned.
         is_retried: Whether `step` runs the micro-batch again if memory runs out.
     """
-
-    statistics = None
-    kept = ""
 
     def __init__(
         self,
@@ -178,7 +174,8 @@ class Root:
         awaited = self.awaited.now()
         self.casts.clear(bool(awaited), self.awaited.most)
         has_casts = self.casts.are_there
-        situation = situation_of(self.model, args, kwargs, len(awaited), has_casts)
+        called = situation_of(self.model, args, kwargs, len(awaited), has_casts)
+        situation = self.plans.numbers.stand_in(called)
         history = self.plans.histories.get(situation)
         if history is None:
             history = self.plans.begin(situation, sizes_text(args, kwargs))
@@ -196,8 +193,8 @@ class Root:
         is_free = self._room.counted.device == HOST
         # What an earlier run measured may be otherwise in this one.
         is_new = history.uses == 1 or history.decisions not in history.measured
-        if is_free or is_new or self._not_foreseen():
-            self.meter.begin(partial(self.plans.spare_bytes, situation))
+        if is_free or is_new or situation is not called or self._not_foreseen():
+            self.meter.begin(partial(self.plans.room, situation))
             self._measured = situation, history
         call = Call(self.model, args, kwargs) if history.uses == 1 else None
         return forward, partial(self._begun, forward, call, history)
@@ -240,7 +237,7 @@ class Root:
         """
         self._look_for_shortage()
         self.steps.begin(optimizer, is_measured=self.meter.mark("step"))
-        if self.steps.given is None or self._recorder.not_foreseen:
+        if not self.steps.is_given(optimizer) or self._recorder.not_foreseen:
             self._room.check_step(optimizer, self.steps)
 
     def _not_foreseen(self) -> str:

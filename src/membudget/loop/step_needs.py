@@ -10,7 +10,9 @@ tensors: there is a closed form. Any other step that cannot be recorded is measu
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch.nn import Module
@@ -27,6 +29,38 @@ class _Needs:
     beside_bytes: int = 0
     # The last two: one that makes state says too much of those that have it.
     measured: deque[int] = field(default_factory=lambda: deque(maxlen=2))
+
+
+def given_to(
+    models: Sequence[Module], given: Optimizer | Sequence[Optimizer] | None
+) -> list[Optimizer | None]:
+    """Return, for each model, the given optimizer that steps most of its parameters.
+
+    Raises:
+        OptionError: If something given is no optimizer, or steps none of the models.
+    """
+    optimizers: list[Any] = [*given] if isinstance(given, list | tuple) else [given]
+    found: list[tuple[int, Optimizer | None]] = [(0, None)] * len(models)
+    for optimizer in map(unwrapped, optimizers):
+        if optimizer is None:
+            continue
+        if not isinstance(optimizer, Optimizer):
+            raise OptionError(
+                "optimizer must be a torch.optim.Optimizer, or a list of them; got "
+                f"{optimizer!r:.60}"
+            )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        numbers = [sum(id(p) in held for p in model.parameters()) for model in models]
+        if not any(numbers):
+            raise OptionError(
+                f"the {type(optimizer).__name__} steps none of the parameters under "
+                "this budget: give the optimizers of its models"
+            )
+        found = [
+            (number, optimizer) if number > most else (most, known)
+            for number, (most, known) in zip(numbers, found, strict=True)
+        ]
+    return [optimizer for _, optimizer in found]
 
 
 class StepNeeds:
@@ -54,6 +88,10 @@ class StepNeeds:
     def optimizer(self) -> Optimizer | None:
         """The optimizer of the model, given or noticed; `None` if none is known."""
         return self.given or _alive(self._noticed)
+
+    def is_given(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer was known from the start."""
+        return unwrapped(optimizer) is self.given
 
     def begin(self, optimizer: Optimizer, is_measured: bool) -> None:
         """Note that an optimizer is about to step, and whether that is measured."""

@@ -29,7 +29,7 @@ PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
 _PLAIN_DISPATCH: Any = Tensor.__torch_dispatch__
 
 _PIECES = 32
-_LEAST_ELEMENTS = 1 << 11
+_LEAST_ELEMENTS, _MOST_ELEMENTS = 1 << 11, 1 << 20
 _SAMPLE = 256
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW_HALF = (1 << 32) - 1
@@ -89,8 +89,9 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     Tensors with the same shape and elements have equal fingerprints, whatever their
     strides. Changing one element changes both sums; any other change goes unnoticed
     with a probability of about 2**-64. The function reads every element once,
-    synchronises with the device, and allocates 16 bytes per element for chunks of 2,048
-    elements or 1/32 of the tensor, whichever is larger; in C++, it allocates nothing.
+    synchronises with the device, and allocates 16 bytes per element of a chunk, which
+    is 1/32 of the tensor, but no less than 2,048 and no more than 1,048,576 elements;
+    in C++, it allocates nothing.
 
     Args:
         tensor: Any tensor; the result is `SKIPPED` if its bits cannot be read.
@@ -108,7 +109,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     if _SUMS and bits.is_cpu and (found := _SUMS[0](bits)) is not None:
         return found
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    most = max(_LEAST_ELEMENTS, -(-bits.numel() // _PIECES))
+    most = _piece_of(bits.numel())
     work = sums.new_empty((2, min(most, bits.numel())))
     start = 0
     for piece in _pieces(bits, most):
@@ -130,9 +131,14 @@ def fingerprint_bytes(count: int) -> int:
         >>> fingerprint_bytes(1 << 20)
         786528
     """
-    piece = min(count, max(_LEAST_ELEMENTS, -(-count // _PIECES)))
+    piece = min(count, _piece_of(count))
     # The chunk, its positions, and a copy of one that is not contiguous.
     return (2 * 8 + 8) * piece + 96
+
+
+def _piece_of(count: int) -> int:
+    """Return how many of a tensor's elements are read at once."""
+    return min(max(_LEAST_ELEMENTS, -(-count // _PIECES)), _MOST_ELEMENTS)
 
 
 def content_of(tensor: Tensor) -> Fingerprint:
