@@ -188,6 +188,7 @@ def test_a_plan_is_raced_further_that_is_measured_far_from_its_prediction(
         plans: list[PlanRegions],
         least: int = LEAST_ROUNDS,
         before: Slowdown | None = None,
+        enough_s: float = 0.0,
     ) -> tuple[int, Slowdown]:
         place, found = race(step, plans, least, before)
         raced.append((len(plans), found.rounds))
@@ -229,7 +230,9 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
     model, batch = MODELS["gpt"]()
     raced: list[list[PlanRegions]] = []
 
-    def last_wins(step: Step, plans: list[PlanRegions]) -> tuple[int, Slowdown]:
+    def last_wins(
+        step: Step, plans: list[PlanRegions], enough_s: float
+    ) -> tuple[int, Slowdown]:
         raced.append(plans)
         return len(plans) - 1, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
@@ -293,7 +296,9 @@ def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
             warnings.warn("of the step itself", UserWarning, stacklevel=1)
         return try_plan(*args, **options)
 
-    def race(step: Step, plans: list[PlanRegions]) -> tuple[int, Slowdown]:
+    def race(
+        step: Step, plans: list[PlanRegions], enough_s: float
+    ) -> tuple[int, Slowdown]:
         return winner, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
     monkeypatch.setattr(recorded, "try_plan", warning)
@@ -302,6 +307,17 @@ def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
     monkeypatch.setattr(fastest, "NEARLY", math.inf)
     monkeypatch.setattr(terms, "FAR_OFF", math.inf)
     return tried
+
+
+def test_where_fit_has_taken_its_time_steps_are_timed_as_seldom_as_can_be(monkeypatch):
+    monkeypatch.setattr(fastest, "MOST_S", -math.inf)
+    monkeypatch.setattr(terms, "FAR_OFF", -math.inf)
+    monkeypatch.setattr(racing, "DISTURBED", math.inf)
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    with mb.fit(model, batch, "50%") as fitted:
+        assert fitted.slowdown is not None
+        assert fitted.slowdown.rounds == LEAST_ROUNDS
 
 
 @pytest.mark.parametrize("winner", [0, 1])

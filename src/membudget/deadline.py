@@ -41,7 +41,13 @@ class Deadline:
             )
         self._clock = clock
         self._end_s = clock() + seconds
+        self._begin_s = time.process_time()
         self.skipped: list[str] = []
+
+    @property
+    def spent_s(self) -> float:
+        """CPU seconds of this process since the deadline was made."""
+        return time.process_time() - self._begin_s
 
     def forbids(self, what: str) -> bool:
         """Return whether the seconds have passed, so that something is skipped."""

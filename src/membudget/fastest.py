@@ -23,6 +23,12 @@ from membudget.race import DISTURBED_ROUNDS, NEARLY, Slowdown, race
 from membudget.step import Step
 from membudget.terms import is_far_off, repriced
 
+MOST_STEPS, MOST_S = 33, 1.8
+"""Plain steps and seconds after which timing is as short as can be.
+
+`fit` is to take 35 plain steps and 2 s at most. Something follows, and CPU time varies.
+"""
+
 
 @dataclass
 class Fitting:
@@ -84,13 +90,15 @@ def take_fastest(
     place, slowdown = 0, None
     if not deadline.forbids("timing steps"):
         with without_shortage():
-            place, slowdown = race(step, [entry.regions for entry in entries])
+            raced = [entry.regions for entry in entries]
+            place, slowdown = race(step, raced, enough_s=_timing_s(profile, deadline))
     fastest = entries[place]
     priced = fastest.attempt
     if slowdown is not None:
         priced = repriced(profile, priced, slowdown)
         is_short = slowdown.rounds < DISTURBED_ROUNDS
         is_doubtful = is_short and is_far_off(priced, slowdown)
+        is_doubtful &= _timing_s(profile, deadline) > 0
         if is_doubtful and not deadline.forbids("timing more steps"):
             with without_shortage():
                 _, slowdown = race(step, [fastest.regions], DISTURBED_ROUNDS, slowdown)
@@ -101,6 +109,12 @@ def take_fastest(
     found.attempts.append(priced)
     found.applied = fastest.applied
     return slowdown
+
+
+def _timing_s(profile: Profile, deadline: Deadline) -> float:
+    """Return for how long steps may be timed, once they were the least number."""
+    most_s = MOST_STEPS * profile.graph.seconds + MOST_S
+    return most_s - deadline.spent_s
 
 
 @contextmanager

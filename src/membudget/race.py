@@ -7,6 +7,7 @@ a CPU the clock counts the process's CPU time, which other load hardly changes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def race(
     plans: Sequence[PlanRegions],
     least: int = LEAST_ROUNDS,
     before: Slowdown | None = None,
+    enough_s: float = math.inf,
 ) -> tuple[int, Slowdown]:
     """Time steps under each of several plans; return the fastest and its slowdown.
 
@@ -104,6 +106,7 @@ def race(
         plans: What the model carries under each plan.
         least: The least number of rounds.
         before: Of the only plan, an earlier race, whose rounds count, too.
+        enough_s: The same as `ENOUGH_S`, where it is less.
     """
     begin_s = time.perf_counter() - (before.seconds if before else 0.0)
     clock = step_clock()
@@ -111,7 +114,7 @@ def race(
     forwards = [[*before.forwards] if before else [] for _ in plans]
     kept = state_kept(step, has_values=True)
     with stage("timing steps"), kept, verification_postponed():
-        while not _is_enough(ratios[0], least, begin_s):
+        while not _is_enough(ratios[0], least, begin_s + min(enough_s, ENOUGH_S)):
             plain = _timed(step, clock)
             for place, plan in enumerate(plans):
                 put_on(plan)
@@ -145,13 +148,13 @@ def _is_clearly_faster(ratios: Sequence[float], first: Sequence[float]) -> bool:
     return middle < -CLEARLY and high < 0
 
 
-def _is_enough(rounds: Sequence[float], least: int, begin_s: float) -> bool:
+def _is_enough(rounds: Sequence[float], least: int, end_s: float) -> bool:
     if len(rounds) < least:
         return False
     low, _, high = _quartiles(rounds)
     if high - low > DISTURBED:
         least = max(least, DISTURBED_ROUNDS)
-    is_long = time.perf_counter() - begin_s > ENOUGH_S
+    is_long = time.perf_counter() > end_s
     return len(rounds) >= (least if is_long else MOST_ROUNDS)
 
 

@@ -17,6 +17,7 @@ from operator import attrgetter
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import BlockEngine
+from membudget.planner.collector import collector_off
 from membudget.planner.knapsack import by_block, by_rerun
 from membudget.planner.moved import Host
 from membudget.planner.mover import Mover
@@ -50,6 +51,7 @@ class Planner:
         found: The schedules that were found for the budgets asked so far.
     """
 
+    @collector_off()
     def __init__(
         self,
         graph: StepGraph,
@@ -91,6 +93,7 @@ class Planner:
         """
         return self.candidates(budget_bytes, quickly)[0]
 
+    @collector_off()
     def candidates(
         self,
         budget_bytes: int,
@@ -156,6 +159,7 @@ class Planner:
         """The same with all that they keep moved; empty without a host."""
         return [] if self._mover is None else [*self._mover.least(self._least)]
 
+    @collector_off()
     def smallest(self) -> Schedule:
         """Return the schedule with the smallest peak that is found from bytes alone."""
         least = [*self._least, *self._least_moving]
