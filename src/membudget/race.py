@@ -22,7 +22,7 @@ from membudget.step import Step, state_kept
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 
 DISTURBED = 0.12
-"""Quartiles of ratios that lie further apart tell of other load on the machine."""
+"""Quartiles that lie further apart, relative to the median, tell of other load."""
 
 DISTURBED_ROUNDS = 7
 """How many rounds there are at least where other load disturbs them.
@@ -80,7 +80,7 @@ class Slowdown:
         """How the slowdown was measured, in words."""
         text = f"measured in {self.rounds} rounds, quartiles {self.low:.3f} and "
         text += f"{self.high:.3f}"
-        if self.high - self.low > DISTURBED:
+        if self.high - self.low > DISTURBED * self.median:
             text += ", disturbed by other load"
         if self.others:
             others = ", ".join(f"{other:.3f}" for other in self.others)
@@ -152,7 +152,7 @@ def _is_enough(rounds: Sequence[float], least: int, end_s: float) -> bool:
     if len(rounds) < least:
         return False
     low, _, high = _quartiles(rounds)
-    if high - low > DISTURBED:
+    if high - low > DISTURBED * median(rounds):
         least = max(least, DISTURBED_ROUNDS)
     is_long = time.perf_counter() > end_s
     return len(rounds) >= (least if is_long else MOST_ROUNDS)
