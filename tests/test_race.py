@@ -202,6 +202,7 @@ def test_a_plan_is_raced_further_that_is_measured_far_from_its_prediction(
     monkeypatch.setattr(racing, "ENOUGH_S", 0.0)  # The least number of rounds.
     monkeypatch.setattr(racing, "DISTURBED", math.inf)
     monkeypatch.setattr(fastest, "NEARLY", math.inf)
+    monkeypatch.setattr(fastest, "MOST_S", math.inf)
     monkeypatch.setattr(terms, "FAR_OFF", far_off)
     with mb.fit(model, batch, "50%", measure="best") as fitted:
         found = fitted.slowdown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 from weakref import ref
 
 import torch
@@ -46,7 +47,7 @@ def test_what_is_shared_with_autograd_is_found_in_this_thread():
 
 
 def test_what_is_no_longer_shared_is_let_go_of():
-    found = []
+    found: list[Any] = []
 
     def share() -> None:
         shared = torch.ones(1)

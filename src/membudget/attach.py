@@ -58,8 +58,14 @@ class Carried(Protocol):
 class CarriedBudget:
     """What a model carries while a budget is open on it, which is no region."""
 
-    statistics = None
-    kept = ""
+    statistics: Statistics | None = None
+    kept: str = ""
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the module's forward."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True)

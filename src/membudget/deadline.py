@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from membudget.errors import OptionError
+from membudget.profile.cost import step_clock
 
 
 class Deadline:
@@ -41,13 +42,14 @@ class Deadline:
             )
         self._clock = clock
         self._end_s = clock() + seconds
-        self._begin_s = time.process_time()
+        self._steps_clock = step_clock()
+        self._begin_s = self._steps_clock()
         self.skipped: list[str] = []
 
     @property
     def spent_s(self) -> float:
-        """CPU seconds of this process since the deadline was made."""
-        return time.process_time() - self._begin_s
+        """Seconds since the deadline was made, by the clock of steps."""
+        return self._steps_clock() - self._begin_s
 
     def forbids(self, what: str) -> bool:
         """Return whether the seconds have passed, so that something is skipped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -113,8 +114,9 @@ def take_fastest(
 
 def _timing_s(profile: Profile, deadline: Deadline) -> float:
     """Return for how long steps may be timed, once they were the least number."""
-    most_s = MOST_STEPS * profile.graph.seconds + MOST_S
-    return most_s - deadline.spent_s
+    if profile.cost != "measured":  # The seconds may be those of another machine.
+        return math.inf
+    return MOST_STEPS * profile.graph.seconds + MOST_S - deadline.spent_s
 
 
 @contextmanager

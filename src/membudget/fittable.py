@@ -178,9 +178,10 @@ def _check_regions(model: Module) -> None:
     }
     for name, one in carried.items():
         if isinstance(one, CarriedBudget):
+            where = f"{name!r} of " if name != "itself" else ""
             raise OptionError(
-                f"a budget is open on {name!r} of {type(model).__name__}, whose plans "
-                "are made from the plain step: stop() it first, or leave its context"
+                f"a budget is open on {where}{type(model).__name__}, and plans are "
+                "made from the plain step: stop() it first, or leave its context"
             )
     if carried:
         number = f"{len(carried)} region{'s' * (len(carried) > 1)}"

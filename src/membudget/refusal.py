@@ -21,9 +21,6 @@ from membudget.profile import Profile
 from membudget.report.advice import floor, operator_text
 from membudget.report.holders import HeldAtPeak, held_at_peak
 
-_BESIDE = "verification, random states, and what was measured beyond predictions"
-"""What the regions of a loop need beside the tensors of their schedule, in words."""
-
 
 def cannot_fit(graph: StepGraph, budget: Budget) -> bool:
     """Return whether certainly no plan fits, so that no search can help."""
@@ -57,7 +54,7 @@ def refused(
     smallest: Schedule,
     least_bytes: int,
     took: Sequence[int] = (),
-    beside_bytes: int = 0,
+    beside: Sequence[ByteHolder] = (),
 ) -> BudgetError:
     """Return the error for a budget that no plan keeps.
 
@@ -67,7 +64,7 @@ def refused(
         smallest: The smallest schedule, at whose peak the message says what is live.
         least_bytes: Bytes that suffice for the step.
         took: Measured peaks of the plans that were predicted to fit.
-        beside_bytes: Bytes in `least_bytes` that are not of the schedule's tensors.
+        beside: What holds the bytes in `least_bytes` beside the schedule's tensors.
     """
     found = "no plan fits in"
     if took:
@@ -85,9 +82,7 @@ def refused(
         )
         error.args = (text,)
     what = "smallest plan" if smallest.choices else "plain step"
-    name_holders(
-        error, profile.graph, smallest, budget.before_bytes, what, beside_bytes
-    )
+    name_holders(error, profile.graph, smallest, budget.before_bytes, what, beside)
     return error
 
 
@@ -97,7 +92,7 @@ def name_holders(
     schedule: Schedule,
     before_bytes: int,
     what: str,
-    beside_bytes: int = 0,
+    beside: Sequence[ByteHolder] = (),
 ) -> None:
     """Say in an error what holds the bytes at the peak of a schedule.
 
@@ -107,12 +102,11 @@ def name_holders(
         schedule: A schedule of it.
         before_bytes: Bytes in use before the step, whatever holds them.
         what: What is refused, in words.
-        beside_bytes: Bytes that are needed beside the schedule's tensors.
+        beside: What holds bytes beside the schedule's tensors.
     """
     peak = held_at_peak(graph, schedule, before_bytes)
-    if beside_bytes > 0:
-        beside = ByteHolder("regions", _BESIDE, beside_bytes)
-        peak = peak._replace(holders=(*peak.holders, beside))
+    there = (holder for holder in beside if holder.bytes > 0)
+    peak = peak._replace(holders=(*peak.holders, *there))
     error.holders = peak.holders
     error.args = (f"{error}\n{_peak_text(what, peak)}",)
 

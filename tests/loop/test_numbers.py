@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.loop.numbers import ENOUGH
+from membudget.loop.numbers import ENOUGH, Numbers
+from membudget.loop.situation import Situation
 
 
 class Timed(nn.Module):
@@ -48,10 +50,11 @@ def trained(*calls: dict[str, Any], rows: int = 2) -> tuple[list[str], list[int]
     [
         lambda step: {"time": 0.5 * step},
         lambda step: {"time": step},
+        lambda step: {"time": np.float64(step)},
         lambda step: {"name": f"sample {step}"},
         lambda step: {"time": step, "name": f"sample {step}"},
     ],
-    ids=["float", "int", "string", "both"],
+    ids=["float", "int", "numpy", "string", "both"],
 )
 def test_values_that_decide_nothing_make_no_further_situations(call):
     texts, uses = trained(*(call(step) for step in range(12)))
@@ -65,6 +68,40 @@ def test_values_that_decide_nothing_at_one_size_decide_nothing_at_another():
     calls += [{"time": 0.3 * step, "rows": 4} for step in range(6)]
     _, uses = trained(*calls)
     assert sorted(uses) == [1, 1, 1, 3, 6]
+
+
+def test_a_value_that_was_never_compared_is_recorded_once():
+    calls = [{"time": step, "name": "a"} for step in range(6)]
+    calls += [{"time": step, "name": "b"} for step in range(6)]
+    calls += [{"time": step, "name": "c"} for step in range(6)]
+    _, uses = trained(*calls)
+    assert uses == [13, 1, 1, 1, 1, 1]
+
+
+def test_the_same_value_recorded_again_is_not_compared():
+    numbers, recordings = Numbers(), "as always"
+    told = ((int, 1), (str, "a"))
+    situation = Situation((told, ()), (2, 8))
+    numbers.look(situation.kind)
+    for _ in range(2 * ENOUGH):
+        numbers.compare(situation, recordings)
+    other = Situation((((int, 2), (str, "a")), ()), (2, 8))
+    assert numbers.stand_in(other, is_measured=True) is other
+
+
+def test_where_nothing_is_measured_each_value_is_planned_for():
+    numbers = Numbers()
+    calls = [
+        Situation((((float, step / 2),), ()), (2, 8)) for step in range(ENOUGH + 1)
+    ]
+    for call in calls[:ENOUGH]:
+        numbers.look(call.kind)
+        numbers.compare(call, "as always")
+    assert numbers.stand_in(calls[-1], is_measured=False) is calls[-1]
+    assert numbers.stand_in(calls[-1], is_measured=True) == calls[0]
+    assert numbers.doubt()
+    assert numbers.stand_in(calls[-1], is_measured=True) is calls[-1]
+    assert not numbers.doubt()
 
 
 def test_a_number_that_decides_what_runs_makes_a_situation_each_and_is_warned_of_once():
@@ -87,9 +124,12 @@ def test_a_number_that_decides_late_is_planned_for_again_once_the_budget_is_exce
 
     with mb.budget(model, "100%") as fitted:
         train(*range(6))
-        with pytest.warns(mb.BudgetWarning, match="more than were left for it"):
+        with pytest.warns(mb.BudgetWarning, match="more than .* decide something, and"):
             train(6, 7)
+        train(0)
+    first, *_, last = fitted.status().situations
     assert len(fitted.status().situations) == ENOUGH + 1
+    assert first.worst_bytes < last.worst_bytes
 
 
 @pytest.mark.parametrize("number", [0.5, torch.tensor(0.5)])

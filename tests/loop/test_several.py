@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.attach import has_region
-from membudget.loop.step_needs import given_to
+from membudget.loop.step_needs import given_to, stepping
 from membudget.memory import counting
 from tests.loop.training import counted, live_bytes
 
@@ -49,6 +49,23 @@ def test_models_called_in_turn_find_room_for_each_other():
     found, peak_bytes = chained(lambda models: mb.budget(models, limit))
     assert all(map(torch.equal, plain, found))
     assert peak_bytes <= limit
+
+
+def test_a_model_inside_another_needs_what_its_smallest_plan_is_asked_for():
+    """Also if no plan is in force, which needs nothing beside its tensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(n, nn.Dropout(0.1)) for n in network()))
+    with mb.budget(model, "1GiB") as fitted:
+        model(torch.randn(256, 64)).square().mean().backward()
+    (root,) = fitted._roots
+    ((situation, history),) = root.plans.histories.items()
+    assert history.predicted is not None
+    assert not history.predicted.decisions.choices
+    smallest = root.plans.reference(situation).smallest(None)
+    assert smallest.beside_bytes > history.predicted.beside_bytes == 0
+    found = root.plans.room(situation)
+    assert found.need_bytes == history.expected_bytes(smallest)
+    assert found.spare_bytes == history.predicted.peak_bytes - smallest.peak_bytes > 0
 
 
 def test_gradients_that_two_forwards_sum_are_expected_beside_those_there():
@@ -142,6 +159,8 @@ def test_each_model_has_that_of_the_given_optimizers_which_steps_most_of_it():
     assert found == optimizers[1:]
     assert given_to([one, other], optimizers[2]) == [None, optimizers[2]]
     assert given_to([one], None) == [None]
+    master = torch.optim.SGD([torch.zeros(3)], lr=0.1)  # Of copies in float32, say.
+    assert stepping([one], [*optimizers, master]) == optimizers[:2]
 
 
 def test_a_second_optimizer_of_a_model_is_foreseen_when_it_first_steps():

@@ -23,6 +23,7 @@ from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning, MissingExtraError, OptionError
 from membudget.loop import Budgeted, budget
 from membudget.loop.room import OnExceed
+from membudget.loop.step_needs import stepping
 from membudget.planner.plan import Plan
 
 
@@ -87,7 +88,7 @@ class BudgetCallback:
         self._on_exceed: OnExceed = on_exceed
         self._plan = plan
         self._waiting: list[Module] = []
-        self._optimizer: Any = None
+        self._optimizers: list[Any] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the budget, or wait for the first call that tells on what.
@@ -98,7 +99,7 @@ class BudgetCallback:
         self.close()
         self.fitted = None
         optimizers = list(trainer.optimizers)
-        self._optimizer = optimizers[0] if len(optimizers) == 1 else None
+        self._optimizers = optimizers
         if self._names:
             self._open(_named(pl_module, self._names))
             return
@@ -135,7 +136,7 @@ class BudgetCallback:
     def close(self) -> None:
         """Take everything off the modules; idempotent."""
         self._wait_no_more()
-        self._optimizer = None
+        self._optimizers = []
         if self.fitted is not None:
             self.fitted.stop()
 
@@ -144,7 +145,7 @@ class BudgetCallback:
         made = budget(
             modules,
             self._asked,
-            optimizer=self._optimizer,
+            optimizer=stepping(modules, self._optimizers),
             on_exceed=self._on_exceed,
             plan=self._plan,
         )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from membudget.errors import MissingExtraError, OptionError
 from membudget.loop import Budgeted, budget
 from membudget.loop.room import OnExceed
+from membudget.loop.step_needs import stepping
 from membudget.planner.plan import Plan
 
 try:
@@ -80,11 +81,11 @@ class BudgetCallback(TrainerCallback or object):  # type: ignore[misc]
                     "own_checkpointing='replace'"
                 )
             model.gradient_checkpointing_disable()
-        optimizer = given.get("optimizer")
+        optimizers = [] if given.get("optimizer") is None else [given["optimizer"]]
         made = budget(
             model,
             self._asked,
-            optimizer=optimizer,
+            optimizer=stepping([model], optimizers),
             on_exceed=self._on_exceed,
             plan=self._plan,
         )

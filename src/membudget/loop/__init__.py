@@ -67,8 +67,8 @@ def budget(
             micro-batch adds to the bytes live before it; `"40% of activations"` allows
             its gradients plus 40 % of the rest.
         optimizer: The optimizer, whose state and temporaries then count from the first
-            micro-batch on; for several models, a list. Any other, or a second one of
-            one model, is noticed when it first steps.
+            micro-batch on; or a list, of which each model takes the one that steps
+            most of its parameters. Others are noticed when they first step.
         on_exceed: What to do if even the smallest plan for a micro-batch is over
             budget: `"raise"` raises a `BudgetError` before the forward, `"warn"` warns
             and uses the smallest plan, `"plain"` warns and runs without a plan. Calls

@@ -83,6 +83,11 @@ class History:
             return max(foreseen_bytes, known)
         return foreseen_bytes + self.correction_bytes
 
+    def is_beyond(self, peak_bytes: int) -> bool:
+        """Return whether a peak is more than is expected under the plan in force."""
+        known = self.predicted
+        return known is not None and peak_bytes > self.expected_bytes(known)
+
     def measure(self, peak_bytes: int) -> None:
         """Note what a micro-batch took under the plan in force."""
         self.last_bytes = peak_bytes

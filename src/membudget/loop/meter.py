@@ -64,7 +64,7 @@ class PeerRoom(NamedTuple):
 
 class _At(NamedTuple):
     bounded_bytes: int  # Peaks since the mark before.
-    peak_bytes: int
+    peak_bytes: int  # Likewise; no less than what a model inside is expected to need.
     live_bytes: int
     is_in_autocast: bool
     keeps_graph: bool  # Of "backward": a later backward pass goes through this one.
@@ -76,8 +76,8 @@ class BatchMeter:
     Attributes:
         peers: The meters of the models in one budget. Where the backward pass of one
             model begins, that of a model that was called on its outputs has ended.
-            What such a model keeps by choice is not a need of the first, but all that
-            its smallest plan is expected to take. A model that is called after
+            The first model must leave what such a model's smallest plan is expected to
+            take, but not what it keeps by choice. A model that is called after
             another's backward pass is no part of that.
     """
 
@@ -115,21 +115,16 @@ class BatchMeter:
         is_first = self._marks is not None and what not in self._marks
         if self._marks is not None and is_first:
             inner = self._inner() if what == "backward" else []
-            rooms = [peer._room() for peer in inner]
-            spare_bytes = sum(room.spare_bytes for room in rooms)
-            # Above what was live, or reserved, when the calls of these models began.
-            needs = [
-                (
-                    peer._before_bytes + room.need_bytes,
-                    peer._live_bytes + room.need_bytes,
-                )
-                for peer, room in zip(inner, rooms, strict=True)
-            ]
+            on = self._counted.device
+            rooms = [(p, p._room()) for p in inner if p._counted.device == on]
+            spare_bytes = sum(room.spare_bytes for _, room in rooms)
             counted = self._counted
             _, bounded_bytes = counted.bounded_bytes()
+            actual_bytes = counted.peak_bytes() - spare_bytes
+            needed_bytes = [p._live_bytes + room.need_bytes for p, room in rooms]
             self._marks[what] = _At(
-                max([bounded_bytes - spare_bytes, *(need for need, _ in needs)]),
-                max([counted.peak_bytes() - spare_bytes, *(need for _, need in needs)]),
+                bounded_bytes - spare_bytes,
+                max([actual_bytes, *needed_bytes]),
                 counted.live_bytes(),
                 is_any_autocast_enabled(),
                 torch.is_grad_enabled(),

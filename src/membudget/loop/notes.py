@@ -30,10 +30,18 @@ def warn_of_no_plan(model: Module, why: str) -> None:
     )
 
 
-def exceeded(history: History, peak_bytes: int) -> str:
-    """Say of a micro-batch that it took more than was left for it."""
+def exceeded(history: History, peak_bytes: int, is_other: bool = False) -> str:
+    """Say of a micro-batch that it took more than was left for it.
+
+    Args:
+        history: The situation whose plan served it.
+        peak_bytes: What it took.
+        is_other: Whether it is of another situation, by numbers or strings.
+    """
     beyond = peak_bytes - history.limit_bytes
     then = "the next plan expects that"
+    if is_other:
+        then = "numbers among its arguments decide something, and count from now on"
     if history.predicted is None:
         then = "there is no plan, and each block is recomputed already"
     return (

@@ -4,11 +4,12 @@ Such a value may decide what runs, so that calls with another one are of another
 which is recorded and planned anew. That is wasted on a time, the number of a step or
 the name of a sample. So recordings of equal sizes are compared:
 
-    model(x, step=7)    recorded  ┐
-    model(x, step=8)    recorded  ├─ equal, to the byte
-    model(x, step=9)    recorded  │
-    model(x, step=10)   recorded  ┘
-    model(x, step=11)   is of the kind of the first, from now on
+    model(x, step=7, mode="a")    recorded  ┐
+    model(x, step=8, mode="a")    recorded  ├─ equal, to the byte
+    model(x, step=9, mode="a")    recorded  │
+    model(x, step=10, mode="a")   recorded  ┘
+    model(x, step=11, mode="a")   is of the kind of the first, from now on
+    model(x, step=12, mode="b")   recorded: another mode was never compared
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 from membudget.errors import BudgetWarning
 from membudget.loop.situation import Situation, Sizes
 
+Values = tuple[Hashable, ...]
+
 ENOUGH = 4
-"""Equal recordings after which values are taken to decide nothing."""
+"""Values with equal recordings after which others are taken to decide nothing, too."""
 
 MANY = 8
 """Values in otherwise equal calls of which the user is told."""
@@ -40,25 +43,38 @@ class _Alike:
     Attributes:
         first: The kind of the first of them.
         kinds: Hashes of their kinds, as long as they are counted.
-        seen: What the first recording of each size was.
-        equal: How many recordings of one size were equal, at most.
+        seen: What the first recording of each size was, and its values.
+        equal: At each place, values whose recordings were equal; of each no more than
+            are enough.
         decides: Whether the values were found to decide something.
     """
 
     first: Hashable
     kinds: set[int] = field(default_factory=set)
-    seen: dict[Sizes, tuple[Hashable, int]] = field(default_factory=dict)
-    equal: int = 0
+    seen: dict[Sizes, tuple[Hashable, Values]] = field(default_factory=dict)
+    equal: list[set[Hashable]] = field(default_factory=list)
     decides: bool = False
 
-    def add(self, sizes: Sizes, recording: Hashable) -> None:
+    def add(self, sizes: Sizes, recording: Hashable, values: Values) -> None:
         """Compare a recording with the first of its size."""
         if len(self.seen) >= MOST_SIZES:
             self.seen.clear()
-        known, count = self.seen.get(sizes, (recording, 0))
+        if sizes not in self.seen:
+            self.seen[sizes] = recording, values
+            return
+        known, first = self.seen[sizes]
         self.decides |= known != recording
-        self.seen[sizes] = known, count + 1
-        self.equal = max(self.equal, count + 1)
+        self.equal = self.equal or [set() for _ in values]
+        for equal, *of_both in zip(self.equal, first, values, strict=True):
+            if len(equal) < ENOUGH:
+                equal.update(of_both)
+
+    def may_be_any(self, values: Values) -> bool:
+        """Return whether each value was compared, or is one of many that may be any."""
+        if self.decides or not self.equal:
+            return False
+        pairs = zip(self.equal, values, strict=True)
+        return all(len(equal) >= ENOUGH or v in equal for equal, v in pairs)
 
 
 class Numbers:
@@ -67,14 +83,29 @@ class Numbers:
     def __init__(self) -> None:
         """Know of no call."""
         self._alike: dict[Hashable, _Alike] = {}
+        self._served: _Alike | None = None  # Of the newest call.
         self._is_told = False
 
-    def stand_in(self, situation: Situation) -> Situation:
-        """Return the situation whose plan serves, whatever the values are."""
-        alike = self._alike.get(without_values(situation.kind))
-        if alike is None or alike.decides or alike.equal < ENOUGH:
-            return situation
-        return situation._replace(kind=alike.first)
+    def stand_in(self, called: Situation, is_measured: bool) -> Situation:
+        """Return the situation whose plan serves a call, whatever its values are.
+
+        Args:
+            called: The situation of the call.
+            is_measured: Whether it would be noticed if the call takes more.
+        """
+        self._served = None
+        alike = self._alike.get(without_values(called.kind))
+        if alike is None or alike.first == called.kind or not is_measured:
+            return called
+        if not alike.may_be_any(values_of(called.kind)):
+            return called
+        self._served = alike
+        return called._replace(kind=alike.first)
+
+    @property
+    def has_stood_in(self) -> bool:
+        """Whether the plan of another kind serves the newest call."""
+        return self._served is not None
 
     def look(self, kind: Any) -> None:
         """Note a kind of calls.
@@ -103,13 +134,17 @@ class Numbers:
         """Note what the recording of a situation was."""
         alike = self._alike.get(without_values(situation.kind))
         if alike is not None:
-            alike.add(situation.sizes, recording)
+            alike.add(situation.sizes, recording, values_of(situation.kind))
 
-    def doubt(self, kind: Hashable) -> None:
-        """Plan for each value again: a call took more than the first of its kind."""
-        alike = self._alike.get(without_values(kind))
-        if alike is not None:
-            alike.decides = True
+    def doubt(self) -> bool:
+        """Plan for each value again, as the newest call takes more than was expected.
+
+        Returns:
+            Whether the plan of another kind served that call.
+        """
+        if self._served is not None:
+            self._served.decides = True
+        return self._served is not None
 
 
 def without_values(kind: Any) -> Hashable:
@@ -120,7 +155,24 @@ def without_values(kind: Any) -> Hashable:
         (('a number', (<class 'bool'>, True), 'a string'), ('step',))
     """
     told, *others = kind
-    leaves = (
-        _VALUES.get(leaf[0], leaf) if isinstance(leaf, tuple) else leaf for leaf in told
-    )
-    return tuple(leaves), *others
+    return tuple(_word_of(leaf) or leaf for leaf in told), *others
+
+
+def values_of(kind: Any) -> Values:
+    """Return these numbers and strings, in order.
+
+    Example:
+        >>> values_of((((int, 3), (bool, True), (str, "a")), ("step",)))
+        (3, 'a')
+    """
+    return tuple(leaf[1] for leaf in kind[0] if _word_of(leaf))
+
+
+def _word_of(leaf: Any) -> str:
+    """Return what a number or string is called; nothing for any other argument."""
+    if not isinstance(leaf, tuple) or not isinstance(leaf[0], type):
+        return ""
+    kind = leaf[0]
+    if kind.__module__ == "numpy":  # Its classes derive from these.
+        kind = next((of for of in _VALUES if issubclass(kind, of)), kind)
+    return _VALUES.get(kind, "")

@@ -53,7 +53,6 @@ WORTH = 1.05
 MARGIN = 0.01
 """Share of a peak that is added where it is not of a recorded size."""
 
-
 MOST_RECORDED = 256
 """Recorded sizes of all kinds; the kind that has not come for longest goes first."""
 
@@ -261,15 +260,17 @@ class Plans:
             return PeerRoom()
         halvings = None if history.basis is None else history.basis.halvings
         point = self._to_plan(self.reference(situation))
-        least_bytes = min(point.least_bytes(halvings), predicted.peak_bytes)
-        beside_bytes = history.expected_bytes(predicted) - predicted.peak_bytes
-        return PeerRoom(predicted.peak_bytes - least_bytes, least_bytes + beside_bytes)
+        smallest = point.smallest(halvings)
+        spare_bytes = max(0, predicted.peak_bytes - smallest.peak_bytes)
+        return PeerRoom(spare_bytes, history.expected_bytes(smallest))
 
     def tighten(self) -> bool:
         """Make smaller plans for the newest situation; return whether there are any."""
         history = self.newest
         if history is None or history.predicted is None:
             return False
+        if self.numbers.doubt():
+            return True
         if history.predicted.schedule.is_smallest:
             return False
         history.most_bytes = int(TIGHTER * history.predicted.peak_bytes)
@@ -277,10 +278,14 @@ class Plans:
         return True
 
     def learn(self, situation: Situation, history: History, measured: Measured) -> None:
-        """Note what a micro-batch took."""
+        """Note what a micro-batch took.
+
+        One that takes more than another of its kind did, and has another number, says
+        nothing of that one.
+        """
+        if history.is_beyond(measured.peak_bytes) and self.numbers.doubt():
+            return
         history.measure(measured.peak_bytes)
-        if measured.peak_bytes > history.limit_bytes > 0:
-            self.numbers.doubt(situation.kind)
         if measured.tail_bytes is None or history.predicted is None:
             return
         self.is_first = False

@@ -105,7 +105,7 @@ class RecordedSize:
     holds_casts: bool = True
     host: HostRoom | None = None
     _planners: dict[int | None, Planner] = field(default_factory=dict)
-    _least: dict[int | None, int] = field(default_factory=dict)
+    _smallest: dict[int | None, Predicted] = field(default_factory=dict)
     _known: dict[Decisions, Schedule] = field(default_factory=dict)
     _regions: dict[Decisions, RegionPlans] = field(default_factory=dict)
 
@@ -142,11 +142,12 @@ class RecordedSize:
             self._planners[halvings] = planner_of(self.profile, host)
         return self._planners[halvings]
 
-    def least_bytes(self, halvings: int | None) -> int:
-        """Return the peak of the smallest schedule, which outlives its planner."""
-        if halvings not in self._least:
-            self._least[halvings] = self.planner(halvings).least_bytes()
-        return self._least[halvings]
+    def smallest(self, halvings: int | None) -> Predicted:
+        """Return what is predicted under the smallest schedule, without its planner."""
+        if halvings not in self._smallest:
+            found = self.planner(halvings).smallest()
+            self._smallest[halvings] = self.predicted(found)
+        return self._smallest[halvings]
 
     def forget_planners(self) -> None:
         """Forget what finds schedules, which takes most of the memory."""

@@ -95,7 +95,7 @@ class Room:
                 self.for_micro_batch(history),
                 found,
                 least_bytes,
-                beside_bytes=least_bytes - found.peak_bytes,
+                beside=_beside(least_bytes - found.peak_bytes, history.summed_bytes),
             ),
             f"for a micro-batch of {history.text}, ",
         )
@@ -134,6 +134,25 @@ class Room:
             finally:
                 del error  # Its traceback holds this frame.
         warnings.warn(str(error), BudgetWarning, stacklevel=2)
+
+
+def _beside(beside_bytes: int, summed_bytes: int) -> tuple[ByteHolder, ...]:
+    """Return what holds what a micro-batch needs beside its schedule's tensors."""
+    summed_bytes = min(summed_bytes, beside_bytes)
+    return (
+        ByteHolder(
+            "gradients",
+            "gradients of other forwards of the same backward pass",
+            summed_bytes,
+            REMEDIES["gradients"],
+        ),
+        ByteHolder(
+            "regions",
+            "random states, verification, cached casts, and what was measured beyond "
+            "predictions",
+            beside_bytes - summed_bytes,
+        ),
+    )
 
 
 def _step_refused(optimizer: Optimizer, need_bytes: int, budget: Budget) -> BudgetError:

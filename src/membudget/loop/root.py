@@ -175,7 +175,7 @@ class Root(CarriedBudget):
         self.casts.clear(bool(awaited), self.awaited.most)
         has_casts = self.casts.are_there
         called = situation_of(self.model, args, kwargs, len(awaited), has_casts)
-        situation = self.plans.numbers.stand_in(called)
+        situation = self.plans.numbers.stand_in(called, self._room.counted.is_exact)
         history = self.plans.histories.get(situation)
         if history is None:
             history = self.plans.begin(situation, sizes_text(args, kwargs))
@@ -193,7 +193,8 @@ class Root(CarriedBudget):
         is_free = self._room.counted.device == HOST
         # What an earlier run measured may be otherwise in this one.
         is_new = history.uses == 1 or history.decisions not in history.measured
-        if is_free or is_new or situation is not called or self._not_foreseen():
+        is_new |= self.plans.numbers.has_stood_in and history.uses.bit_count() == 1
+        if is_free or is_new or self._not_foreseen():
             self.meter.begin(partial(self.plans.room, situation))
             self._measured = situation, history
         call = Call(self.model, args, kwargs) if history.uses == 1 else None
@@ -272,8 +273,9 @@ class Root(CarriedBudget):
         self.plans.learn(situation, history, found)
         beyond = found.peak_bytes - history.limit_bytes
         if beyond > 0 and history.limit_bytes and not history.is_warned_of:
-            history.is_warned_of = True
-            text = notes.exceeded(history, found.peak_bytes)
+            is_other = self.plans.numbers.has_stood_in
+            history.is_warned_of = not is_other
+            text = notes.exceeded(history, found.peak_bytes, is_other)
             warnings.warn(text, BudgetWarning, stacklevel=2)
 
     # For people.

@@ -49,8 +49,7 @@ def given_to(
                 "optimizer must be a torch.optim.Optimizer, or a list of them; got "
                 f"{optimizer!r:.60}"
             )
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        numbers = [sum(id(p) in held for p in model.parameters()) for model in models]
+        numbers = [_stepped(model, optimizer) for model in models]
         if not any(numbers):
             raise OptionError(
                 f"the {type(optimizer).__name__} steps none of the parameters under "
@@ -61,6 +60,17 @@ def given_to(
             for number, (most, known) in zip(numbers, found, strict=True)
         ]
     return [optimizer for _, optimizer in found]
+
+
+def stepping(models: Sequence[Module], given: Sequence[Any]) -> list[Any]:
+    """Return the optimizers that step parameters of some models, not copies of them."""
+    return [o for o in given if any(_stepped(m, unwrapped(o)) for m in models)]
+
+
+def _stepped(model: Module, optimizer: Optimizer) -> int:
+    """Return how many of a model's parameters an optimizer steps."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return sum(id(p) in held for p in model.parameters())
 
 
 class StepNeeds:
