@@ -149,6 +149,7 @@ def test_an_audit_says_in_which_run_a_step_failed():
         with pytest.raises(KeyError, match="mine") as raised:
             audit(model, torch.ones(1, 4), fails_in_run(number))
         assert raised.value.__notes__ == [
-            f"Raised in the {name} run of an audit; the state before it was restored."
+            "The step called Sequential(batch) with float32[1, 4].",
+            f"Raised in the {name} run of an audit; the state before it was restored.",
         ]
         assert not any(has_region(module) for module in model.modules())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.loop.numbers import ENOUGH, Numbers
 from membudget.loop.situation import Situation
+from tests.loop.training import live_bytes
 
 
 class Timed(nn.Module):
@@ -122,7 +123,7 @@ def test_a_number_that_decides_late_is_planned_for_again_once_the_budget_is_exce
             model.zero_grad()
             model(torch.ones(512, 8), step).sum().backward()
 
-    with mb.budget(model, "100%") as fitted:
+    with mb.budget(model, live_bytes() + 250_000) as fitted:
         train(*range(6))
         with pytest.warns(mb.BudgetWarning, match="more than .* decide something, and"):
             train(6, 7)

@@ -74,7 +74,7 @@ def test_the_loss_that_is_assumed_of_an_unknown_loop_is_the_largest_holder():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_lines_add_up_to_the_bytes_that_are_asked_for(dropout):
-    """Random states are beside the tensors; reading these for verification is not."""
+    """Verification and random states are beside the tensors of the schedule."""
 
     class Remembers(nn.Module):
         def __init__(self) -> None:

@@ -109,7 +109,7 @@ def test_row_b04_a_step_that_can_be_recorded_but_not_measured_is_planned_for(
 def test_row_b04_a_plan_that_fits_is_taken_although_it_cannot_be_timed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def short(step: Step, plans: Any) -> None:
+    def short(step: Step, plans: Any, enough_s: float) -> None:
         raise torch.OutOfMemoryError("on purpose")
 
     monkeypatch.setattr(import_module("membudget.fastest"), "race", short)

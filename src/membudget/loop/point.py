@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from membudget._torch_accelerator import kind
 from membudget.allowance import gradient_bytes
-from membudget.engine import native
 from membudget.graph import ModuleCall, StepGraph
 from membudget.loop.host_room import HostRoom
 from membudget.loop.micro_batch import RecordedBatch
@@ -167,8 +165,6 @@ class RecordedSize:
     @cached_property
     def verified_bytes(self) -> int:
         """Bytes that verification needs beside the tensor of which it reads a piece."""
-        if kind() is None and native.built_extension() is not None:
-            return 0  # On the CPU, C++ reads tensors where they are.
         graph = self.profile.graph
         made = (v for v in graph.values if 0 <= v.operator < graph.backward_start)
         return fingerprint_bytes(max((math.prod(v.shape) for v in made), default=0))

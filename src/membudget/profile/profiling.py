@@ -66,8 +66,8 @@ def profile(
 
     A step starts with all gradients set to `None` and runs the forward pass, the loss,
     the backward pass and, if given, the optimizer. On real tensors, the step runs once
-    to warm up, once to be recorded, and 3 to 11 times to be timed (until 0.35 s have
-    passed; 3 times in a process group, where all ranks must run as many steps).
+    to warm up, once to be recorded, and 3 to 15 times to be timed (until half a second
+    has passed; 3 times in a process group, where all ranks must run as many steps).
     Where random numbers decide what runs, as where layers are dropped, the step that is
     recorded allocates most (docs/limits.md); to find it takes some more.
     After profiling, parameters, buffers, gradients, the modules' Python state and the

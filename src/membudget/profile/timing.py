@@ -13,8 +13,8 @@ from membudget.profile.cost import step_clock
 from membudget.profile.events import TimerEvents
 from membudget.step import Step
 
-FEWEST_TIMED, MOST_TIMED = 3, 11
-TIMED_S = 0.35
+FEWEST_TIMED, MOST_TIMED = 3, 15
+TIMED_S = 0.5
 """Short steps are timed for at least this long: a machine may be slow for a moment."""
 
 
