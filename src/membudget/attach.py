@@ -55,17 +55,11 @@ class Carried(Protocol):
         """Run the module's forward."""
 
 
-class CarriedBudget:
+class CarriedBudget(Carried):
     """What a model carries while a budget is open on it, which is no region."""
 
-    statistics: Statistics | None = None
-    kept: str = ""
-
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """Run the module's forward."""
-        raise NotImplementedError
+    statistics = None
+    kept = ""
 
 
 @dataclass(slots=True)

@@ -92,9 +92,8 @@ def explain_call(error: Exception, model: Module, batch: Any, loss_fn: Any) -> N
         OptionError: If the batch could also be meant the other way: as a pair, or as
             two arguments.
     """
-    taken_as_pair = is_pair(model, batch, loss_fn)
     if could_be_pair(batch, loss_fn):
-        raise _pair_error(batch, taken_as_pair, error) from error
+        raise _pair_error(batch, is_pair(model, batch, loss_fn), error) from error
     error.add_note(f"The step called {call_text(model, batch, loss_fn)}.")
 
 

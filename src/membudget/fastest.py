@@ -99,8 +99,8 @@ def take_fastest(
         priced = repriced(profile, priced, slowdown)
         is_short = slowdown.rounds < DISTURBED_ROUNDS
         is_doubtful = is_short and is_far_off(priced, slowdown)
-        is_doubtful &= _timing_s(profile, deadline) > 0
-        if is_doubtful and not deadline.forbids("timing more steps"):
+        has_time = _timing_s(profile, deadline) > 0
+        if is_doubtful and has_time and not deadline.forbids("timing more steps"):
             with without_shortage():
                 _, slowdown = race(step, [fastest.regions], DISTURBED_ROUNDS, slowdown)
             priced = repriced(profile, fastest.attempt, slowdown)

@@ -172,13 +172,13 @@ def _check_devices(model: Module) -> None:
 def _check_regions(model: Module) -> None:
     """Reject a model with regions: plans are made from the plain step."""
     carried = {
-        name or "itself": carried_by(module)
+        name: carried_by(module)
         for name, module in model.named_modules()
         if has_region(module)
     }
     for name, one in carried.items():
         if isinstance(one, CarriedBudget):
-            where = f"{name!r} of " if name != "itself" else ""
+            where = f"{name!r} of " if name else ""
             raise OptionError(
                 f"a budget is open on {where}{type(model).__name__}, and plans are "
                 "made from the plain step: stop() it first, or leave its context"
@@ -187,8 +187,8 @@ def _check_regions(model: Module) -> None:
         number = f"{len(carried)} region{'s' * (len(carried) > 1)}"
         raise OptionError(
             f"{type(model).__name__} carries {number} already, the first on "
-            f"{next(iter(carried))!r}, and plans are made from the plain step: "
-            "remove() what put them there first"
+            f"{next(iter(carried)) or 'itself'!r}, and plans are made from the plain "
+            "step: remove() what put them there first"
         )
 
 

@@ -80,7 +80,7 @@ class Slowdown:
         """How the slowdown was measured, in words."""
         text = f"measured in {self.rounds} rounds, quartiles {self.low:.3f} and "
         text += f"{self.high:.3f}"
-        if self.high - self.low > DISTURBED * self.median:
+        if _are_disturbed(self.low, self.median, self.high):
             text += ", disturbed by other load"
         if self.others:
             others = ", ".join(f"{other:.3f}" for other in self.others)
@@ -151,11 +151,15 @@ def _is_clearly_faster(ratios: Sequence[float], first: Sequence[float]) -> bool:
 def _is_enough(rounds: Sequence[float], least: int, end_s: float) -> bool:
     if len(rounds) < least:
         return False
-    low, _, high = _quartiles(rounds)
-    if high - low > DISTURBED * median(rounds):
+    if _are_disturbed(*_quartiles(rounds)):
         least = max(least, DISTURBED_ROUNDS)
     is_long = time.perf_counter() > end_s
     return len(rounds) >= (least if is_long else MOST_ROUNDS)
+
+
+def _are_disturbed(low: float, middle: float, high: float) -> bool:
+    """Return whether other load moved the quartiles of some ratios apart."""
+    return high - low > DISTURBED * middle
 
 
 def _quartiles(ratios: Sequence[float]) -> list[float]:

@@ -161,6 +161,9 @@ def test_each_model_has_that_of_the_given_optimizers_which_steps_most_of_it():
     assert given_to([one], None) == [None]
     master = torch.optim.SGD([torch.zeros(3)], lr=0.1)  # Of copies in float32, say.
     assert stepping([one], [*optimizers, master]) == optimizers[:2]
+    with pytest.warns(mb.BudgetWarning, match=r"no optimizer .* is not foreseen"):
+        assert stepping([one], [master]) == []
+    assert stepping([one], []) == []
 
 
 def test_a_second_optimizer_of_a_model_is_foreseen_when_it_first_steps():

@@ -26,6 +26,7 @@ from membudget.loop.report import LoopStatus, SituationStatus
 from membudget.loop.root import Root
 from membudget.loop.undo import run_until_done
 from membudget.planner.plan import Plan
+from membudget.profile.optimizer_step import held_by
 from membudget.ranks import forget_reason, note_reason
 
 R = TypeVar("R")
@@ -214,11 +215,11 @@ class Budgeted:
                 )
 
     def _roots_of(self, optimizer: Optimizer) -> list[Root]:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = held_by(optimizer)
         return [
             root
             for root in self._roots
-            if any(id(parameter) in held for parameter in root.model.parameters())
+            if not held.isdisjoint(map(id, root.model.parameters()))
         ]
 
     def __enter__(self) -> Budgeted:

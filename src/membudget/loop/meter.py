@@ -115,10 +115,10 @@ class BatchMeter:
         is_first = self._marks is not None and what not in self._marks
         if self._marks is not None and is_first:
             inner = self._inner() if what == "backward" else []
-            on = self._counted.device
-            rooms = [(p, p._room()) for p in inner if p._counted.device == on]
-            spare_bytes = sum(room.spare_bytes for _, room in rooms)
             counted = self._counted
+            here = [peer for peer in inner if peer._counted.device == counted.device]
+            rooms = [(peer, peer._room()) for peer in here]
+            spare_bytes = sum(room.spare_bytes for _, room in rooms)
             _, bounded_bytes = counted.bounded_bytes()
             actual_bytes = counted.peak_bytes() - spare_bytes
             needed_bytes = [p._live_bytes + room.need_bytes for p, room in rooms]

@@ -15,7 +15,7 @@ the name of a sample. So recordings of equal sizes are compared:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,11 +130,11 @@ class Numbers:
                 stacklevel=2,
             )
 
-    def compare(self, situation: Situation, recording: Hashable) -> None:
-        """Note what the recording of a situation was."""
+    def compare(self, situation: Situation, content: Callable[[], Hashable]) -> None:
+        """Note what was recorded of a situation; `content` is called if it matters."""
         alike = self._alike.get(without_values(situation.kind))
         if alike is not None:
-            alike.add(situation.sizes, recording, values_of(situation.kind))
+            alike.add(situation.sizes, content(), values_of(situation.kind))
 
     def doubt(self) -> bool:
         """Plan for each value again, as the newest call takes more than was expected.

@@ -146,7 +146,7 @@ class Plans:
         while self._recorded >= MOST_RECORDED:
             self._forget(next(iter(self.kinds)))
         point = self.kind(situation).add(situation.sizes, recording)
-        self.numbers.compare(situation, point.content)
+        self.numbers.compare(situation, lambda: point.content)
         return point
 
     @property

@@ -9,6 +9,7 @@ tensors: there is a closed form. Any other step that cannot be recorded is measu
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from weakref import WeakKeyDictionary, ref
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from membudget.errors import OptionError
+from membudget.errors import BudgetWarning, OptionError
 from membudget.memory.optimizer_states import lbfgs_step_bytes
-from membudget.profile.optimizer_step import next_step_bytes, unwrapped
+from membudget.profile.optimizer_step import held_by, next_step_bytes, unwrapped
 
 
 @dataclass
@@ -49,7 +50,8 @@ def given_to(
                 "optimizer must be a torch.optim.Optimizer, or a list of them; got "
                 f"{optimizer!r:.60}"
             )
-        numbers = [_stepped(model, optimizer) for model in models]
+        held = held_by(optimizer)
+        numbers = [sum(id(p) in held for p in model.parameters()) for model in models]
         if not any(numbers):
             raise OptionError(
                 f"the {type(optimizer).__name__} steps none of the parameters under "
@@ -63,14 +65,21 @@ def given_to(
 
 
 def stepping(models: Sequence[Module], given: Sequence[Any]) -> list[Any]:
-    """Return the optimizers that step parameters of some models, not copies of them."""
-    return [o for o in given if any(_stepped(m, unwrapped(o)) for m in models)]
+    """Return the optimizers that step parameters of some models, not copies of them.
 
-
-def _stepped(model: Module, optimizer: Optimizer) -> int:
-    """Return how many of a model's parameters an optimizer steps."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return sum(id(p) in held for p in model.parameters())
+    Warns:
+        BudgetWarning: If none does, so that the memory of their steps is not foreseen.
+    """
+    known = {id(p) for model in models for p in model.parameters()}
+    found = [o for o in given if not known.isdisjoint(held_by(unwrapped(o)))]
+    if given and not found:
+        warnings.warn(
+            "no optimizer of the trainer steps the parameters under the budget, but "
+            "copies of them, say: what its step takes is not foreseen",
+            BudgetWarning,
+            stacklevel=3,
+        )
+    return found
 
 
 class StepNeeds:

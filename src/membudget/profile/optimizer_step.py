@@ -95,6 +95,11 @@ def unwrapped(optimizer: AnyOptimizer) -> AnyOptimizer:
     return optimizer
 
 
+def held_by(optimizer: Optimizer) -> set[int]:
+    """Return the identities of the parameters that an optimizer steps."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def next_step_bytes(model: Module, optimizer: Optimizer) -> tuple[int, int]:
     """Return the bytes of state that an optimizer lacks, and its step's peak beside.
 
@@ -159,9 +164,7 @@ def _check(optimizer: Any, step: Step) -> None:
             "optimizer must be a torch.optim.Optimizer, or the class of one; got "
             f"{optimizer!r:.60}"
         )
-    known = {id(parameter) for parameter in step.model.parameters()}
-    groups = optimizer.param_groups
-    if not any(id(p) in known for group in groups for p in group["params"]):
+    if held_by(optimizer).isdisjoint(map(id, step.model.parameters())):
         raise OptionError(
             f"the {type(optimizer).__name__} has none of the model's parameters"
         )
