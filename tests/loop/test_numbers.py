@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,44 @@ def test_other_sizes_and_tensors_make_no_warning(number):
     calls += [{"time": number, "rows": rows} for rows in range(5, 10)]
     texts, _ = trained(*calls)
     assert not texts
+
+
+@pytest.mark.parametrize("late", [100, 7], ids=["decides nothing", "decides late"])
+def test_weights_are_those_of_the_plain_loop_whatever_the_numbers_decide(late):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(
+                *(
+                    nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.2), last)
+                    for last in (nn.Linear(128, 32) for _ in range(4))
+                )
+            )
+
+        def forward(self, x: Tensor, step: int, scale: float) -> Tensor:
+            for _ in range(2 if step >= late else 1):
+                x = self.inner(x) * scale
+            return x
+
+    def trained(budget: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        under = nullcontext() if budget is None else mb.budget(model, budget)
+        with warnings.catch_warnings(), under as fitted:
+            warnings.simplefilter("ignore", mb.BudgetWarning)  # A late number exceeds.
+            for step in range(12):
+                model(
+                    torch.randn(256, 32), step, 1 / (1 + step)
+                ).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if fitted is not None:
+            first = fitted.status().situations[0]
+            assert first.uses == min(12, late + 1) - ENOUGH + 1
+            assert first.slowdown > 1
+        return [*(p.detach() for p in model.parameters()), torch.get_rng_state()]
+
+    plain = trained(None)
+    assert all(weights.isfinite().all() for weights in plain)
+    assert all(map(torch.equal, plain, trained(live_bytes() + 1_200_000)))
