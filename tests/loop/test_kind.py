@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from membudget._torch_accelerator import HOST
+from membudget.engine import native
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch
 from membudget.profile import profile_step
@@ -81,3 +84,12 @@ def test_schedules_of_other_operators_serve_no_size_between():
     assert mixed.fastest(other, int(0.6 * other.profile.peak_bytes), 0)
     assert mixed.schedules
     assert mixed.between((4, 40)) == []
+
+
+@pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
+def test_verification_needs_memory_where_cpp_cannot_read_tensors(kind):
+    assert native.extension()
+    point = kind.points[4, 64]
+    there = replace(point, device=torch.device("meta"))
+    assert point.device == HOST
+    assert (point.verified_bytes, there.verified_bytes > 0) == (0, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,3 +97,32 @@ def test_what_a_loop_has_not_forgotten_is_saved(monkeypatch):
     monkeypatch.setattr(plans, "MOST_RECORDED", 1)
     (loop,) = held([512, 512, 128]).plan.loops
     assert [s.tensors for s in loop.situations] == ["512x32", "128x32"]
+
+
+def test_a_plan_that_held_is_not_refused_because_another_plan_took_more():
+    """A larger plan takes more than was expected of it, and then has no room."""
+    wide = (m for _ in range(4) for m in (nn.Linear(256, 256), nn.GELU()))
+    model, ballast_bytes = nn.Sequential(nn.Linear(64, 256), *wide), 32 << 20
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(limit: int, batches: list[tuple[bool, int]]) -> None:
+        with counted(), mb.budget(model, limit + ballast_bytes):
+            for is_tight, beside_bytes in batches:
+                ballast = torch.empty(ballast_bytes * is_tight, dtype=torch.uint8)
+                outputs = model(torch.randn(512, 64))
+                # In the backward pass, so that it is no part of the tail.
+                outputs.register_hook(partial(_allocate, beside_bytes))
+                outputs.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                del outputs, ballast
+
+    with pytest.raises(mb.BudgetError, match="Smallest feasible budget") as caught:
+        run(100_000, [(True, 0)])
+    limit = int(1.1 * (caught.value.least_bytes - ballast_bytes))
+    del caught  # Its traceback holds the model.
+    run(limit, [(False, 0), (True, 0), (False, 4 << 20), (True, 0)])
+
+
+def _allocate(number_bytes: int, gradient: Tensor) -> None:
+    torch.empty(number_bytes, dtype=torch.uint8)

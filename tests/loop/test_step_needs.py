@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -122,3 +123,21 @@ def test_a_step_of_lbfgs_is_refused_before_it_is_over_budget(multiple: int):
             for _ in range(20):
                 optimizer.step(closure)
     assert limit - 6 * parameters_bytes < seen.most_bytes <= limit
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_what_is_kept_free_for_state_is_no_excess_as_long_as_there_is_no_state(is_over):
+    """The micro-batch took more than it was planned to, but no more than there was."""
+    model = Halves()
+    optimizer = torch.optim.AdamW(model.parameters())
+    limit = live_bytes() + (1 << 20)
+    with counted(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", mb.BudgetWarning)
+        with mb.budget(model, limit, optimizer=optimizer):
+            loss = model(torch.ones(2, WIDTH), True).sum()
+            free_bytes = limit - live_bytes()
+            beside_bytes = free_bytes + state_bytes(model) * (1 if is_over else -1) // 2
+            torch.empty(beside_bytes, dtype=torch.uint8)
+            loss.backward()
+    text = [str(warning.message) for warning in told]
+    assert [("more than were left for it" in one) for one in text] == [True] * is_over

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from membudget.loop.point import Decisions, Predicted
@@ -22,6 +24,22 @@ class Basis(NamedTuple):
     halvings: int | None
 
 
+class Left(NamedTuple):
+    """The bytes that are left for a micro-batch.
+
+    Attributes:
+        wanted_bytes: Its part of them.
+        limit_bytes: All of them.
+        parts: How many micro-batches share what no other holds.
+        absent_bytes: What is kept free for state that the optimizer has yet to make.
+    """
+
+    wanted_bytes: int
+    limit_bytes: int
+    parts: int = 1
+    absent_bytes: int = 0
+
+
 MOST_MEASURED = 12
 """Plans of one situation of which is known what they took; the oldest goes first."""
 
@@ -36,6 +54,7 @@ class History:
         predicted: The prediction under the plan in force; `None` before the first, and
             if the model cannot be recorded.
         limit_bytes: Bytes that a micro-batch may allocate, when it ran last.
+        absent_bytes: What was kept free beside them for state of the optimizer.
         wanted_bytes: Bytes for which the plan was made.
         correction_bytes: What a micro-batch took beyond all that was expected, at most.
         summed_bytes: Gradients of other micro-batches that live beside those of its
@@ -54,6 +73,7 @@ class History:
     uses: int = 0
     predicted: Predicted | None = None
     limit_bytes: int = 0
+    absent_bytes: int = 0
     wanted_bytes: int = 0
     correction_bytes: int = 0
     summed_bytes: int = 0
@@ -88,6 +108,12 @@ class History:
         known = self.predicted
         return known is not None and peak_bytes > self.expected_bytes(known)
 
+    def over_bytes(self, peak_bytes: int) -> int:
+        """Return by how much a peak was over budget; at most 0 if it was not."""
+        if not self.limit_bytes:
+            return 0
+        return peak_bytes - self.limit_bytes - self.absent_bytes
+
     def measure(self, peak_bytes: int) -> None:
         """Note what a micro-batch took under the plan in force."""
         self.last_bytes = peak_bytes
@@ -112,6 +138,13 @@ class History:
     def fits(self, predicted: Predicted, target_bytes: int) -> bool:
         """Return whether what is to be expected under a plan is within some bytes."""
         return self.expected_bytes(predicted) <= target_bytes
+
+    def fastest_of(
+        self, known: Iterable[Predicted], target_bytes: int
+    ) -> Predicted | None:
+        """Return the fastest of some plans that fits some bytes."""
+        fitting = [p for p in known if self.fits(p, target_bytes)]
+        return min(fitting, key=attrgetter("slowdown"), default=None)
 
     def has_held(self, target_bytes: int) -> bool:
         """Return whether the plan in force fit some bytes when it was taken, and held.

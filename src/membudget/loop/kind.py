@@ -15,10 +15,13 @@ lengths grow together:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import torch
+
+from membudget._torch_accelerator import HOST
 from membudget.errors import BudgetError
 from membudget.loop.host_room import HostRoom
 from membudget.loop.micro_batch import RecordedBatch
@@ -92,12 +95,14 @@ class CallKind:
         recordings: Recorded micro-batches, by their sizes.
         schedules: The latest schedules, each with the recorded size that it is of.
         host: What plans may use of the host.
+        device: Where the model is.
     """
 
     tail: Tail
     recordings: dict[Sizes, RecordedBatch] = field(default_factory=dict)
     schedules: dict[Decisions, tuple[Schedule, Sizes]] = field(default_factory=dict)
     host: HostRoom | None = None
+    device: torch.device = HOST
     _points: dict[Sizes, RecordedSize] = field(default_factory=dict)
     _version: int = 0
 
@@ -117,8 +122,9 @@ class CallKind:
 
     def _point(self, sizes: Sizes, recording: RecordedBatch) -> RecordedSize:
         holds_casts = self.tail.holds_casts is not False
+        tail_bytes = self.tail.bytes_of(recording)
         return RecordedSize(
-            sizes, recording, self.tail.bytes_of(recording), holds_casts, self.host
+            sizes, recording, tail_bytes, holds_casts, self.host, self.device
         )
 
     # Planning for a recorded size.
@@ -191,6 +197,14 @@ class CallKind:
         self.schedules[key] = schedule, point.sizes
         if len(self.schedules) > MOST_SCHEDULES:
             del self.schedules[next(iter(self.schedules))]
+
+    def again(
+        self, point: RecordedSize, keys: Container[Decisions | None]
+    ) -> Iterator[Predicted]:
+        """Yield what is predicted of a recorded size under those of some plans."""
+        for key, (schedule, of) in self.schedules.items():
+            if key in keys and self.points[of].structure == point.structure:
+                yield point.predicted(schedule)
 
     # Predictions for a size that was not recorded.
 

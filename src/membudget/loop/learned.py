@@ -14,7 +14,6 @@ from typing import Any
 from membudget.errors import OptionError, PlanError
 from membudget.graph import ModuleCall
 from membudget.loop.history import Basis, History
-from membudget.loop.host_room import HostRoom
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.point import Decisions
@@ -61,26 +60,25 @@ class Learned:
         except (KeyError, TypeError, ValueError) as error:
             raise _not_whole(error) from error
 
-    def kind(self, of: Hashable, host: HostRoom | None) -> CallKind | None:
-        """Return what was recorded of a kind; `None` if nothing was.
+    def add_to(self, kind: CallKind, of: Hashable) -> None:
+        """Add what was recorded of a kind, if anything was.
 
         Args:
-            of: The kind.
-            host: What plans may use of the host in this run.
+            kind: Has nothing recorded yet.
+            of: What it is the kind of.
 
         Raises:
-            PlanError: If it is not whole.
+            PlanError: If what is known of it is not whole.
         """
         key = key_of(of) if self.kinds else ""
         data = self.kinds.pop(key, None)
         if data is None:
-            return None
+            return
         try:
-            kind = _kind_of(data, self.tail, host)
+            _add_recordings(kind, data)
             self._schedules[key] = [_noted(kind, *noted) for noted in data["schedules"]]
         except (LookupError, TypeError, ValueError, OptionError) as error:
             raise _not_whole(error) from error
-        return kind
 
     def recall(self, situation: Situation, kind: CallKind, history: History) -> None:
         """Note what is known of a situation in its history."""
@@ -145,14 +143,12 @@ def kind_data(kind: CallKind) -> dict[str, Any]:
     }
 
 
-def _kind_of(data: Any, tail: Tail, host: HostRoom | None) -> CallKind:
-    kind = CallKind(tail, host=host)
+def _add_recordings(kind: CallKind, data: Any) -> None:
     for recorded in data["recorded"]:
         profile = Profile.from_dict(recorded["profile"])
         cached, are_there = frozenset(recorded["cached"]), bool(recorded["are_there"])
         recording = RecordedBatch(profile, cached, are_there)
         kind.add(tuple(recorded["sizes"]), recording)
-    return kind
 
 
 def _noted(

@@ -38,15 +38,14 @@ def exceeded(history: History, peak_bytes: int, is_other: bool = False) -> str:
         peak_bytes: What it took.
         is_other: Whether it is of another situation, by numbers or strings.
     """
-    beyond = peak_bytes - history.limit_bytes
     then = "the next plan expects that"
     if is_other:
         then = "numbers among its arguments decide something, and count from now on"
     if history.predicted is None:
         then = "there is no plan, and each block is recomputed already"
     return (
-        f"a micro-batch of {history.text} took {peak_bytes:,} bytes, {beyond:,} more "
-        f"than were left for it; {then}"
+        f"a micro-batch of {history.text} took {peak_bytes:,} bytes, "
+        f"{history.over_bytes(peak_bytes):,} more than were left for it; {then}"
     )
 
 

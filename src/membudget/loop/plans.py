@@ -10,8 +10,8 @@ Rules
 3. If several forwards run before one backward pass, each takes its part of what is
    left, so that the last of them finds as much as the first.
 4. A micro-batch whose smallest plan is over budget is refused before its forward.
-5. A plan that fit and held is not refused in the same bytes because other sizes have
-   taken more since than was expected of them.
+5. A plan that fit and held is not refused in the same bytes because other sizes, or
+   other plans, have taken more since than was expected of them.
 6. Sizes that were not recorded use plans of those that were (see `kind`), until they
    come often. They go on to do so where as many are recorded as are kept.
 7. What is kept of the past has bounds. A kind that is forgotten is recorded again when
@@ -20,12 +20,13 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
 
+import torch
+
+from membudget._torch_accelerator import HOST
 from membudget.allowance import Share
-from membudget.loop.history import Basis, History
+from membudget.loop.history import Basis, History, Left
 from membudget.loop.host_room import HostRoom
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.learned import Learned
@@ -63,20 +64,6 @@ MOST_SITUATIONS = 1024
 """Situations whose histories are kept; the rarest goes first."""
 
 
-class Left(NamedTuple):
-    """The bytes that are left for a micro-batch.
-
-    Attributes:
-        wanted_bytes: Its part of them.
-        limit_bytes: All of them.
-        parts: How many micro-batches share what no other holds.
-    """
-
-    wanted_bytes: int
-    limit_bytes: int
-    parts: int = 1
-
-
 class Plans:
     """The plans of one model, by situation.
 
@@ -90,10 +77,13 @@ class Plans:
     """
 
     def __init__(
-        self, record: Callable[[], RecordedBatch], host: HostRoom | None = None
+        self,
+        record: Callable[[], RecordedBatch],
+        host: HostRoom | None = None,
+        device: torch.device = HOST,
     ):
         """Start without plans; `record()` records the micro-batch that is to run."""
-        self._record, self._host = record, host
+        self._record, self._host, self._device = record, host, device
         self.kinds: dict[Hashable, CallKind] = {}
         self.tail = Tail()
         self.histories: dict[Situation, History] = {}
@@ -111,9 +101,12 @@ class Plans:
     def kind(self, situation: Situation) -> CallKind:
         """Return the kind of a situation."""
         of = situation.kind
-        found = self.kinds.pop(of, None) or self.known.kind(of, self._host)
-        self.kinds[of] = found or CallKind(self.tail, host=self._host)
-        return self.kinds[of]  # The latest is the last.
+        found = self.kinds.pop(of, None)
+        if found is None:
+            found = CallKind(self.tail, host=self._host, device=self._device)
+            self.known.add_to(found, of)
+        self.kinds[of] = found  # The latest is the last.
+        return found
 
     def begin(self, situation: Situation, text: str) -> History:
         """Return what is known of a situation that has not come in this run.
@@ -215,7 +208,7 @@ class Plans:
                 known = history.predicted = found
                 history.plans += 1
             history.basis, history.wanted_bytes = basis, wanted_bytes
-        history.limit_bytes = left.limit_bytes
+        history.limit_bytes, history.absent_bytes = left.limit_bytes, left.absent_bytes
         assert known is not None  # Else none has held.
         return known
 
@@ -228,15 +221,12 @@ class Plans:
     ) -> Predicted:
         kind = self.kind(situation)
         if situation.sizes not in kind.points:
-            fitting = [
+            known = [
                 p._replace(peak_bytes=int(p.peak_bytes * (1 + MARGIN)))
-                for p in kind.between(situation.sizes)
+                for p in self._with_room(kind.between(situation.sizes), halvings)
             ]
-            fitting = [p for p in fitting if history.fits(p, wanted_bytes)]
-            if self._host is not None:
-                fitting = [p for p in fitting if self._host.holds(p.host, halvings)]
-            if fitting:
-                return min(fitting, key=attrgetter("slowdown"))
+            if fastest := history.fastest_of(known, wanted_bytes):
+                return fastest
         point = self._to_plan(self.point(situation))
         kind = self.kind(situation)  # Another one if it was forgotten.
         if self.is_first:
@@ -250,7 +240,16 @@ class Plans:
             fastest = kind.fastest(point, wanted_bytes, beyond_bytes, halvings)
             if fastest is not None:
                 return fastest
-        return kind.smallest(point, halvings)
+        smallest = kind.smallest(point, halvings)
+        again = kind.again(point, history.measured)
+        known = self._with_room([smallest, *again], halvings)
+        return history.fastest_of(known, wanted_bytes) or smallest
+
+    def _with_room(
+        self, known: Iterable[Predicted], halvings: int | None
+    ) -> list[Predicted]:
+        host = self._host
+        return [p for p in known if host is None or host.holds(p.host, halvings)]
 
     def room(self, situation: Situation) -> PeerRoom:
         """Return what another model must leave for a micro-batch that it contains."""

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
+from membudget._torch_accelerator import HOST
 from membudget.allowance import gradient_bytes
+from membudget.engine import native
 from membudget.graph import ModuleCall, StepGraph
 from membudget.loop.host_room import HostRoom
 from membudget.loop.micro_batch import RecordedBatch
@@ -27,7 +31,6 @@ RegionPlans = tuple[RegionPlan, ...]
 
 STATE_BYTES = 5056
 """Bytes of the CPU's generator's state; those of accelerators are smaller."""
-
 
 MOST_KNOWN = 64
 """Schedules of which is known what a size takes under them."""
@@ -92,9 +95,9 @@ class RecordedSize:
         sizes: The size.
         recording: The micro-batch of that size.
         tail_bytes: Bytes of its tail.
-        holds_casts: Whether the casts that autocast caches live until the loop calls
-            the model again, and not until the backward pass begins.
+        holds_casts: Whether autocast's cached casts live on in the backward pass.
         host: What plans may use of the host.
+        device: Where the model is.
     """
 
     sizes: Sizes
@@ -102,6 +105,7 @@ class RecordedSize:
     tail_bytes: int
     holds_casts: bool = True
     host: HostRoom | None = None
+    device: torch.device = HOST
     _planners: dict[int | None, Planner] = field(default_factory=dict)
     _smallest: dict[int | None, Predicted] = field(default_factory=dict)
     _known: dict[Decisions, Schedule] = field(default_factory=dict)
@@ -165,6 +169,8 @@ class RecordedSize:
     @cached_property
     def verified_bytes(self) -> int:
         """Bytes that verification needs beside the tensor of which it reads a piece."""
+        if self.device == HOST and native.built_extension():
+            return 0  # It reads tensors where they are.
         graph = self.profile.graph
         made = (v for v in graph.values if 0 <= v.operator < graph.backward_start)
         return fingerprint_bytes(max((math.prod(v.shape) for v in made), default=0))
@@ -173,9 +179,8 @@ class RecordedSize:
         """Return what a plan needs beside what it keeps.
 
         That is for verification, states of generators, cached casts, and copies back
-        from the host in an order that is not known yet. No more than
-        one state is held for each region, and for each operator in it that draws random
-        numbers.
+        from the host in an order that is not known yet. No more than one state is held
+        for each region, and for each operator in it that draws random numbers.
         """
         if not schedule.choices:
             return 0

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from membudget.allowance import Budget, Share, absent_bytes
 from membudget.errors import BudgetError, BudgetWarning, ByteHolder
 from membudget.loop.awaited import Forward
-from membudget.loop.history import History
-from membudget.loop.plans import Left, Plans
+from membudget.loop.history import History, Left
+from membudget.loop.plans import Plans
 from membudget.loop.point import Predicted, RecordedSize
 from membudget.loop.situation import Situation
 from membudget.loop.step_needs import StepNeeds
@@ -52,6 +52,7 @@ class Room:
     ) -> Left:
         """Return what is left for a micro-batch that is about to run."""
         held = sum(forward.held_bytes for forward in awaited)
+        absent = 0
         if isinstance(self._limit, Share):
             plain = sum(forward.plain_held_bytes for forward in awaited)
             whole = plans.share_bytes(situation, self._limit)
@@ -59,10 +60,11 @@ class Room:
         else:
             static = plans.reference(situation).profile.graph.static
             limit_bytes = self._limit - self.counted.live_bytes()
-            limit_bytes -= absent_bytes(static, optimizer, self.counted.device)
+            absent = absent_bytes(static, optimizer, self.counted.device)
+            limit_bytes -= absent
             limit_bytes -= 0 if self.counted.is_exact else held
         parts = max(1, most_awaited - len(awaited))
-        return Left(limit_bytes // parts, limit_bytes, parts)
+        return Left(limit_bytes // parts, limit_bytes, parts, absent)
 
     def without_plan(self) -> Budget | None:
         """Return the budget of a call without a plan; `None` if that is a share."""

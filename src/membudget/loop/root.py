@@ -80,7 +80,7 @@ class Root(CarriedBudget):
         self.casts = CachedCasts(model)
         on = None if host is None else host.device
         self._recorder = CallRecorder(model, optimizer, self.sets, self.casts, on)
-        self.plans = Plans(self._recorder.record, host)
+        self.plans = Plans(self._recorder.record, host, room.counted.device)
         self.meter = BatchMeter(room.counted)
         self.awaited = Awaited()
         self._evaluations = Evaluations(model, self._recorder, room)
@@ -189,6 +189,7 @@ class Root(CarriedBudget):
             self.sets.recompute_all()
             left = self._room.without_plan()
             history.limit_bytes = left.step_bytes if left else 0
+            history.absent_bytes = 0
         # On an accelerator, measuring resets what the user may want to read.
         is_free = self._room.counted.device == HOST
         # What an earlier run measured may be otherwise in this one.
@@ -271,8 +272,7 @@ class Root(CarriedBudget):
             self.steps.learn(found.step_bytes)
         situation, history = measured
         self.plans.learn(situation, history, found)
-        beyond = found.peak_bytes - history.limit_bytes
-        if beyond > 0 and history.limit_bytes and not history.is_warned_of:
+        if history.over_bytes(found.peak_bytes) > 0 and not history.is_warned_of:
             is_other = self.plans.numbers.has_stood_in
             history.is_warned_of = not is_other
             text = notes.exceeded(history, found.peak_bytes, is_other)
