@@ -112,6 +112,22 @@ def test_a_number_that_decides_what_runs_makes_a_situation_each_and_is_warned_of
     assert uses == [1] * 10
 
 
+def test_a_value_that_decides_beside_one_that_does_not_makes_a_situation_each():
+    """The second call differs from the first in both; the third tells which decides."""
+    calls = [{"time": step, "repeats": 1 + step % 2} for step in range(24)]
+    texts, uses = trained(*calls)
+    assert not texts
+    assert uses == [9, 9, *[1] * 2 * (ENOUGH - 1)]
+
+
+def test_many_numbers_that_decide_are_warned_of_beside_a_string_that_does_not():
+    calls = [{"repeats": 1 + step % 3, "name": "ab"[step % 2]} for step in range(12)]
+    calls += [{"repeats": step, "name": "a"} for step in range(4, 10)]
+    texts, uses = trained(*calls)
+    assert len(texts) == 1
+    assert uses == [3] * 3 + [1] * 9
+
+
 def test_a_number_that_decides_late_is_planned_for_again_once_the_budget_is_exceeded():
     class Late(Timed):
         def forward(self, x: Tensor, time: Any = 1.0, *_: Any) -> Tensor:
@@ -181,3 +197,15 @@ def test_weights_are_those_of_the_plain_loop_whatever_the_numbers_decide(late):
     plain = trained(None)
     assert all(weights.isfinite().all() for weights in plain)
     assert all(map(torch.equal, plain, trained(live_bytes() + 1_200_000)))
+
+
+def test_values_whose_recordings_differ_from_time_to_time_are_all_planned_for():
+    """What decides then is not among the arguments."""
+    numbers = Numbers()
+    calls = [Situation((((int, step),), ()), (2, 8)) for step in range(9)]
+    for call in calls[:ENOUGH]:
+        numbers.look(call.kind)
+        numbers.compare(call, lambda: "as always")
+    assert numbers.stand_in(calls[-1], is_measured=True) == calls[0]
+    numbers.compare(calls[0], lambda: "otherwise")
+    assert numbers.stand_in(calls[-1], is_measured=True) is calls[-1]

@@ -10,6 +10,9 @@ the name of a sample. So recordings of equal sizes are compared:
     model(x, step=10, mode="a")   recorded  ┘
     model(x, step=11, mode="a")   is of the kind of the first, from now on
     model(x, step=12, mode="b")   recorded: another mode was never compared
+
+If this one is not equal, the mode decides: the step differed in equal recordings. Then
+calls with mode "b" are compared with each other alone.
 """
 
 from __future__ import annotations
@@ -31,9 +34,43 @@ MANY = 8
 """Values in otherwise equal calls of which the user is told."""
 
 MOST_SIZES = 64
-"""Sizes of which the first recording is known."""
+"""Sizes of which recordings are known."""
+
+MOST_VALUES = 64
+"""Recordings of one size that are known, and modes; the oldest goes first."""
 
 _VALUES = {int: "a number", float: "a number", str: "a string"}
+
+
+@dataclass
+class _SameMode:
+    """Calls that are equal but for values that decide nothing, as far as is known.
+
+    Attributes:
+        first: The kind of the first of them.
+        seen: The first values of each size that were recorded.
+        equal: At each place, values whose recordings were equal; of each no more than
+            are enough.
+    """
+
+    first: Hashable
+    seen: dict[Sizes, Values] = field(default_factory=dict)
+    equal: dict[int, set[Hashable]] = field(default_factory=dict)
+
+    def add(self, sizes: Sizes, values: Values) -> None:
+        """Note values of which no recording of this size is unequal to the others."""
+        first = self.seen.setdefault(sizes, values)
+        if first == values:
+            return
+        for place, of_both in enumerate(zip(first, values, strict=True)):
+            equal = self.equal.setdefault(place, set())
+            if len(equal) < ENOUGH:
+                equal.update(of_both)
+
+    def has(self, place: int, value: Hashable) -> bool:
+        """Return whether a value was compared, or is one of many that may be any."""
+        equal = self.equal.get(place, ())
+        return value in equal or len(equal) >= ENOUGH
 
 
 @dataclass
@@ -41,40 +78,77 @@ class _Alike:
     """Calls that are equal but for numbers and strings.
 
     Attributes:
-        first: The kind of the first of them.
         kinds: Hashes of their kinds, as long as they are counted.
-        seen: What the first recording of each size was, and its values.
-        equal: At each place, values whose recordings were equal; of each no more than
-            are enough.
-        decides: Whether the values were found to decide something.
+        seen: What was recorded of each size, and of which kind, by the values.
+        idle: Places at which values of equal recordings differ.
+        unequal: Sets of places at which those of unequal ones do.
+        deciding: Places at which values are found to decide something.
+        modes: Calls with the same values at these places, by those.
+        is_any: Whether any value may decide something.
     """
 
-    first: Hashable
     kinds: set[int] = field(default_factory=set)
-    seen: dict[Sizes, tuple[Hashable, Values]] = field(default_factory=dict)
-    equal: list[set[Hashable]] = field(default_factory=list)
-    decides: bool = False
+    seen: dict[Sizes, dict[Values, tuple[Hashable, Hashable]]] = field(
+        default_factory=dict
+    )
+    idle: frozenset[int] = frozenset()
+    unequal: set[frozenset[int]] = field(default_factory=set)
+    deciding: frozenset[int] = frozenset()
+    modes: dict[Values, _SameMode] = field(default_factory=dict)
+    is_any: bool = False
 
-    def add(self, sizes: Sizes, recording: Hashable, values: Values) -> None:
-        """Compare a recording with the first of its size."""
+    def add(self, situation: Situation, recording: Hashable) -> None:
+        """Compare a recording with the others of its size."""
+        sizes, values = situation.sizes, values_of(situation.kind)
         if len(self.seen) >= MOST_SIZES:
             self.seen.clear()
-        if sizes not in self.seen:
-            self.seen[sizes] = recording, values
-            return
-        known, first = self.seen[sizes]
-        self.decides |= known != recording
-        self.equal = self.equal or [set() for _ in values]
-        for equal, *of_both in zip(self.equal, first, values, strict=True):
-            if len(equal) < ENOUGH:
-                equal.update(of_both)
+        known = self.seen.setdefault(sizes, {})
+        for others, (of_others, _) in known.items():
+            pairs = enumerate(zip(values, others, strict=True))
+            places = frozenset(place for place, (a, b) in pairs if a != b)
+            if of_others == recording:
+                self.idle |= places
+            elif places:
+                self.unequal.add(places)
+            else:
+                self.is_any = True  # What is not among the arguments decides, too.
+        known[values] = recording, situation.kind
+        if len(known) > MOST_VALUES:
+            del known[next(iter(known))]
+        self._put_in_mode(sizes, values, situation.kind)
+        found = ((places - self.idle) or places for places in self.unequal)
+        deciding = frozenset[int]().union(*found)
+        if deciding != self.deciding:
+            self.deciding, self.modes = deciding, {}
+            for size, of_size in self.seen.items():
+                for value, (_, kind) in of_size.items():
+                    self._put_in_mode(size, value, kind)
 
-    def may_be_any(self, values: Values) -> bool:
-        """Return whether each value was compared, or is one of many that may be any."""
-        if self.decides or not self.equal:
-            return False
-        pairs = zip(self.equal, values, strict=True)
-        return all(len(equal) >= ENOUGH or v in equal for equal, v in pairs)
+    def _put_in_mode(self, sizes: Sizes, values: Values, kind: Hashable) -> None:
+        self.modes.setdefault(self._key(values), _SameMode(kind)).add(sizes, values)
+        if len(self.modes) > MOST_VALUES:
+            del self.modes[next(iter(self.modes))]
+
+    def _key(self, values: Values) -> Values:
+        return tuple(values[place] for place in sorted(self.deciding))
+
+    def first(self, values: Values) -> Hashable | None:
+        """Return the kind whose plan serves such calls; `None` if none is known to."""
+        mode = None if self.is_any else self.modes.get(self._key(values))
+        others = set(range(len(values))) - self.deciding
+        if mode is None or not others:
+            return None
+        return mode.first if all(mode.has(p, values[p]) for p in others) else None
+
+    def count(self, kind: Hashable) -> bool:
+        """Count a kind; return whether they are so many that the user is told of them.
+
+        Where a mode decides and a step does not, there may be as many of each mode.
+        """
+        self.kinds.add(hash(kind))
+        is_mixed = 0 < len(self.deciding) < len(values_of(kind))
+        has_modes = is_mixed and len(self.modes) < MANY
+        return len(self.kinds) >= MANY * (len(self.modes) if has_modes else 1)
 
 
 class Numbers:
@@ -94,13 +168,12 @@ class Numbers:
             is_measured: Whether it would be noticed if the call takes more.
         """
         self._served = None
-        alike = self._alike.get(without_values(called.kind))
-        if alike is None or alike.first == called.kind or not is_measured:
-            return called
-        if not alike.may_be_any(values_of(called.kind)):
+        alike = self._alike.get(without_values(called.kind)) if is_measured else None
+        first = None if alike is None else alike.first(values_of(called.kind))
+        if first is None or first == called.kind:
             return called
         self._served = alike
-        return called._replace(kind=alike.first)
+        return called._replace(kind=first)
 
     @property
     def has_stood_in(self) -> bool:
@@ -116,16 +189,13 @@ class Numbers:
         pattern = without_values(kind)
         if pattern == kind:
             return
-        alike = self._alike.setdefault(pattern, _Alike(kind))
-        if self._is_told:
-            return
-        alike.kinds.add(hash(kind))
-        if len(alike.kinds) == MANY:
+        alike = self._alike.setdefault(pattern, _Alike())
+        if not self._is_told and alike.count(kind):
             self._is_told = True
             warnings.warn(
-                f"the model was called with {MANY} different numbers or strings in "
-                "otherwise equal calls, and each is recorded and planned anew: pass a "
-                "number that changes from step to step as a tensor",
+                f"the model was called with {len(alike.kinds)} different numbers or "
+                "strings in otherwise equal calls, and each is recorded and planned "
+                "anew: pass a number that changes from step to step as a tensor",
                 BudgetWarning,
                 stacklevel=2,
             )
@@ -134,7 +204,7 @@ class Numbers:
         """Note what was recorded of a situation; `content` is called if it matters."""
         alike = self._alike.get(without_values(situation.kind))
         if alike is not None:
-            alike.add(situation.sizes, content(), values_of(situation.kind))
+            alike.add(situation, content())
 
     def doubt(self) -> bool:
         """Plan for each value again, as the newest call takes more than was expected.
@@ -143,7 +213,7 @@ class Numbers:
             Whether the plan of another kind served that call.
         """
         if self._served is not None:
-            self._served.decides = True
+            self._served.is_any = True
         return self._served is not None
 
 
