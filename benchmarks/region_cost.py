@@ -3,10 +3,11 @@
 A chain of `sin` on a 4x4 tensor saves one tensor an operator and computes next to
 nothing, so its time over the plain chain is the region's own. Two lengths give a line:
 its slope is the cost of a saved tensor, its value at one operator minus one slope the
-fixed cost. Regions use the extension in C++, which is built first, unless
+fixed cost. Of modules, which a region inspects, it is the cost of one operator's region
+that is compared. Regions use the extension in C++, which is built first, unless
 `MEMBUDGET_NATIVE` is 0 or there is no compiler.
 
-    python3 run.py bench region_cost [--seconds 30]
+    python3 run.py bench region_cost [--seconds 60]
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from harness import Case, Estimate, in_turns, machine, save, show
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -119,8 +120,32 @@ def chain(length: int) -> Chain:
     return function
 
 
-def cases(backward: bool) -> dict[str, Case]:
-    """Return every way with every length."""
+class Sine(nn.Module):
+    """Computes as little as a chain of one operator, whatever modules it has."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        """Hold some parts."""
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run one operator."""
+        return x.sin()
+
+
+def modules() -> dict[str, Chain]:
+    """Return a module without parts, and one that has about those of a block."""
+    parts = [*(nn.Linear(1, 1) for _ in range(8)), nn.GELU(), nn.Dropout(0.0)]
+    return {"empty": Sine(), "11 submodules, 16 parameters": Sine(*parts)}
+
+
+def chains() -> dict[str, Chain]:
+    """Return the chain of each length."""
+    return {str(length): chain(length) for length in LENGTHS}
+
+
+def cases(of: dict[str, Chain], backward: bool) -> dict[str, Case]:
+    """Return every way with every function."""
     x = torch.randn(4, 4, requires_grad=True)
     gradient = torch.ones(4, 4)
 
@@ -130,9 +155,9 @@ def cases(backward: bool) -> dict[str, Case]:
         return lambda: region(x)
 
     found = {
-        f"{name}/{length}": case_of(make_region(chain(length)))
+        f"{name}/{what}": case_of(make_region(function))
         for name, make_region in ways().items()
-        for length in LENGTHS
+        for what, function in of.items()
     }
     for case in found.values():
         for _ in range(CALLS_BEFORE):
@@ -169,6 +194,25 @@ def table(title: str, found: dict[str, tuple[Estimate, Estimate]]) -> Table:
     return result
 
 
+def module_table(estimates: dict[str, Estimate]) -> Table:
+    """Return what a region of each module costs, as a fraction of torch's."""
+    result = Table(title="regions of modules, forward and backward, ÷ torch's")
+    for head in ("", *modules()):
+        result.add_column(head, justify="right" if head else "left")
+
+    def over_plain(name: str, what: str) -> Estimate:
+        return estimates[f"{name}/{what}"] - estimates[f"plain/{what}"]
+
+    for name in ways():
+        if name != "plain":
+            ratios = [
+                over_plain(name, what).ratio(over_plain(BASE, what))[0]
+                for what in modules()
+            ]
+            result.add_row(name, *(f"{ratio:.2f}" for ratio in ratios))
+    return result
+
+
 def verdicts(
     found: dict[str, tuple[Estimate, Estimate]], has_extension: bool
 ) -> list[str]:
@@ -187,8 +231,8 @@ def verdicts(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=40)
-    seconds = parser.parse_args(arguments).seconds / 2
+    parser.add_argument("--seconds", type=float, default=60)
+    seconds = parser.parse_args(arguments).seconds / 3
     torch.set_num_threads(1)
     console = Console()
     has_extension = native.is_wanted() and native.extension() is not None
@@ -196,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(", ".join(f"{key} {value}" for key, value in where.items()))
     results: dict[str, Any] = {"has_extension": has_extension}
     for title, backward in (("forward", False), ("forward and backward", True)):
-        estimates, rounds = in_turns(cases(backward), seconds=seconds)
+        estimates, rounds = in_turns(cases(chains(), backward), seconds=seconds)
         found = costs(estimates)
         show(console, table(f"{title}, {rounds} rounds, median (quartile)", found))
         results[title] = {
@@ -209,6 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, (fixed, slope) in found.items()
         }
     results["verdicts"] = verdicts(found, has_extension)
+    estimates, _ = in_turns(cases(modules(), backward=True), seconds=seconds)
+    console.print(module_table(estimates))
     for line in results["verdicts"]:
         console.print(line)
     path = save("region_cost", results)
