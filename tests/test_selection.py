@@ -178,3 +178,18 @@ def test_a_model_without_blocks_or_parameters_has_no_default():
 )
 def test_lists_are_searched_for_longer_ones(model, names):
     assert default_names(model) == names
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_gets_no_region_by_default_and_is_refused_as_a_whole():
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    assert default_names(nn.Sequential(nn.Linear(4, 4), scripted)) == ["0"]
+    with pytest.raises(mb.SelectionError, match="outside of TorchScript"):
+        default_names(nn.Sequential(scripted))
+    for give in (mb.budget(scripted, "1GiB").start, lambda: fit_of(scripted)):
+        with pytest.raises(mb.OptionError, match="is a TorchScript module"):
+            give()
+
+
+def fit_of(model: nn.Module) -> None:
+    mb.fit(model, torch.ones(2, 4), "1GiB")

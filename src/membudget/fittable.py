@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from inspect import signature
 
+from torch.jit import ScriptModule
 from torch.nn import DataParallel, Module
 
 from membudget._torch_fsdp import is_replaceable
@@ -29,6 +30,7 @@ def check_fittable(step: Step) -> None:
         OptionError: If it is such a step.
     """
     _check_wrapper(step.model)
+    _check_class(step.model)
     _check_copies(step.model)
     _check_devices(step.model)
     _check_regions(step.model)
@@ -49,15 +51,25 @@ def check_trains(graph: StepGraph) -> None:
 
 
 def check_model(model: Module) -> None:
-    """Reject a model whose regions wait for other processes, or that has regions.
+    """Reject a model that can carry no regions, or has some already.
 
     Raises:
         OptionError: If it is such a model.
     """
+    _check_class(model)
     _check_processes(model)
     _check_copies(model)
     _check_devices(model)
     _check_regions(model)
+
+
+def _check_class(model: Module) -> None:
+    if isinstance(model, ScriptModule):
+        raise OptionError(
+            "the model is a TorchScript module, whose class cannot be changed, so no "
+            "region can be put on it or its parts: give the module from which it was "
+            "scripted or traced"
+        )
 
 
 def check_apart(models: Sequence[Module]) -> None:

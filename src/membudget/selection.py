@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 
+from torch.jit import ScriptModule
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from membudget.errors import OptionError, SelectionError
@@ -86,10 +87,11 @@ def default_names(model: Module) -> list[str]:
     outermost of equally long ones) get regions. If all modules in a list share one
     class, they are not searched for longer lists. A child without a `forward`, such as
     an inner `ModuleList`, is replaced by its children. In a model without `ModuleList`
-    and `Sequential`, each direct child with parameters gets a region.
+    and `Sequential`, each direct child with parameters gets a region. Modules of
+    TorchScript get none.
 
     Raises:
-        SelectionError: If the model has no module list and no child with parameters.
+        SelectionError: If the model has no such module.
 
     Example:
         >>> from torch.nn import Linear, Sequential
@@ -100,17 +102,20 @@ def default_names(model: Module) -> list[str]:
     lists = list(_lists(model, ""))
     if lists:
         name, longest = max(lists, key=lambda item: len(item[1]))
-        return list(_callable_children(longest, name))
-    names = [
-        name
-        for name, child in model.named_children()
-        if any(True for _ in child.parameters())
-    ]
+        names = list(_callable_children(longest, name))
+    else:
+        names = [
+            name
+            for name, child in model.named_children()
+            if any(True for _ in child.parameters())
+            and not isinstance(child, ScriptModule)
+        ]
     if not names:
         raise SelectionError(
             f"{type(model).__name__} has no ModuleList, no Sequential and no child "
-            f"with parameters, so there is nothing to put a region on by default. Say "
-            f"which modules get one: blocks=BlockClass, names='h.*' or where=..."
+            f"with parameters, outside of TorchScript, so there is nothing to put a "
+            f"region on by default. Say which modules get one: blocks=BlockClass, "
+            f"names='h.*' or where=..."
         )
     return names
 
@@ -130,5 +135,5 @@ def _callable_children(module: Module, name: str) -> Iterator[str]:
     for key, child in module.named_children():
         if isinstance(child, ModuleList | ModuleDict):
             yield from _callable_children(child, dotted(name, key))
-        else:
+        elif not isinstance(child, ScriptModule):  # Its class cannot be changed.
             yield dotted(name, key)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import membudget as mb
 from membudget.engine import bindings
@@ -385,3 +386,32 @@ def test_rule8_a_list_that_other_code_extends_may_be_read():
         items, first, lambda t: t.append(torch.ones(5)), engine="rerun"
     )
     assert torch.equal(found, expected)
+
+
+OLD_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    "normalised": nn.utils.weight_norm,
+    "spectral": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("hook", OLD_HOOKS)
+@pytest.mark.parametrize("names", ["0", "0.0", ["0", "0.0"]])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_weight_that_a_hook_binds_is_that_of_the_forward(hook, names, verify):
+    """Before each forward, and so between one and its recompute, if two come before."""
+
+    def trained(has_regions: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        inner = nn.Sequential(OLD_HOOKS[hook](nn.Linear(8, 8)), nn.GELU())
+        model = nn.Sequential(inner, nn.Linear(8, 8))
+        if has_regions:
+            mb.apply(model, names=names, engine="rerun", verify=verify)
+        for x in torch.randn(3, 4, 8):
+            loss = model(x).sum() + model(2 * x).square().sum()
+            loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [*gradients, *model.buffers()]
+
+    assert all(map(torch.equal, trained(False), trained(True)))

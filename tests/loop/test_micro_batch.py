@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,6 +15,7 @@ import membudget as mb
 from membudget.loop.micro_batch import LOSS_COPIES, MicroBatchStep, RecordedBatch
 from membudget.memory import peak
 from membudget.profile import profile_step
+from tests.loop.training import counted
 from tests.loops.models import Language
 
 
@@ -132,3 +136,29 @@ def test_a_call_in_which_chance_decides_has_no_region():
     calls = recorded(Dropping(), torch.ones(2, 4)).profile.graph.calls
     assert [call.path for call in calls] == ["", "layer"]
     assert [call.end > call.start for call in calls] == [False, True]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (part.unflatten(-1, (2, 16)) for part in self.project(x).chunk(3, -1))
+        heads = (part.transpose(1, 2) for part in parts)
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("share", [0.4, 1.05])
+@torch.no_grad()
+def test_kernels_that_are_tried_take_no_more_than_the_budget(share):
+    """Queries, keys and values share memory, in a trial as well."""
+    model, x = nn.Sequential(Attention(), Attention()), torch.randn(8, 512, 32)
+    with counted() as seen:
+        model(x)
+    limit = int(share * seen.most_bytes)
+    refused = pytest.raises(mb.BudgetError, match="are left for the")
+    expected: Any = refused if share < 1 else nullcontext()
+    with counted() as seen, expected, mb.budget(model, limit):
+        model(x)
+    assert seen.most_bytes <= limit

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from membudget.profile.fake import (
     MOST_REAL_BYTES,
     AnyNumber,
-    RecordedCall,
-    TensorSpec,
     _is_real_integer,
     _is_small_integer,
     _makes_integers,
 )
-from membudget.profile.step_recorder import _spec_of
+from membudget.profile.recorded_call import RecordedCall, TensorSpec
 
 small = settings(max_examples=60, deadline=None)
 
@@ -37,7 +35,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 @small
 @given(tensors())
 def test_a_layout_is_contiguous_where_its_tensor_is(tensor):
-    spec = _spec_of(tensor)
+    spec = TensorSpec.of(tensor)
     assert spec.is_contiguous() == tensor.is_contiguous()
     assert spec.is_strided()
 
@@ -45,9 +43,13 @@ def test_a_layout_is_contiguous_where_its_tensor_is(tensor):
 @small
 @given(tensors())
 def test_zeros_have_the_layout_that_was_recorded(tensor):
-    zeros = _spec_of(tensor).zeros()
+    spec = TensorSpec.of(tensor)
+    start, end = spec.extent()
+    zeros = spec.within(torch.zeros(end, dtype=torch.uint8), 0)
     assert (zeros.shape, zeros.stride()) == (tensor.shape, tensor.stride())
+    assert zeros.storage_offset() == tensor.storage_offset()
     assert not zeros.any()
+    assert spec.within(torch.zeros(end - start, dtype=torch.uint8), start).equal(zeros)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_a_matrix_has_one_dimension_without_gaps(shape, stride, is_matrix):
 
 @pytest.mark.cpu_only("emu has no sparse tensors")
 def test_a_sparse_tensor_has_no_strides():
-    spec = _spec_of(torch.eye(2).to_sparse())
+    spec = TensorSpec.of(torch.eye(2).to_sparse())
     assert (spec.shape, spec.stride) == ((2, 2), ())
     assert not spec.is_strided()
 

@@ -232,6 +232,14 @@ def test_a_learning_rate_has_no_part_in_the_key():
     assert key_with(optimizer=optimizer) == before
 
 
+def test_a_loaded_state_of_an_optimizer_has_no_part_in_the_key():
+    """It brings copies of the options, in another order."""
+    saved, loaded = adam(), adam()
+    loaded.load_state_dict(saved.state_dict())
+    assert [*loaded.param_groups[0]] != [*saved.param_groups[0]]
+    assert key_with(optimizer=loaded) == key_with(optimizer=saved)
+
+
 def test_a_step_of_the_user_is_described_by_its_code():
     def key_of_step(more: float, text: str = "a") -> str:
         model, x = Net(), torch.zeros(2, 4)

@@ -70,3 +70,42 @@ def test_a_module_that_refuses_hooks_leaves_none_of_those_of_others() -> None:
 
     assert hooks == before
     assert [len(module._forward_pre_hooks) for module in model] == [1, 1]
+
+
+class Mapped(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: self.second(row).tanh())(self.first(x)).sum()
+
+
+def test_a_call_inside_a_transform_is_none_to_plan_for() -> None:
+    profile = mb.profile(Mapped(), torch.ones(2, 4))
+    assert [call.path for call in profile.graph.calls] == ["", "first"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_call_of_torchscript_is_none_to_plan_for() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    profile = mb.profile(model, torch.ones(2, 4))
+    assert [call.path for call in profile.graph.calls] == ["", "0"]
+
+
+class Energy(nn.Module):
+    """Takes a gradient in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.inner(x).tanh().square().sum()
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        return (x - gradient).sin()
+
+
+def test_the_forward_of_a_step_function_does_not_end_inside_a_part_of_its_model():
+    model, x = nn.Sequential(nn.Linear(4, 4), Energy(), Energy()), torch.ones(2, 4)
+    written = mb.profile(lambda: model(x).sum().backward(), modules=model).graph
+    given = mb.profile(model, x, lambda output, _: output.sum()).graph
+    # The gradient of the loss is made before autograd runs.
+    assert written.backward_start == given.backward_start + 1
+    assert written.calls == given.calls

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from membudget.profile import profile
-from membudget.profile.fake import TensorSpec
+from membudget.profile.recorded_call import TensorSpec
 
 
 class Of(nn.Module):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import _stored_bytes
+from membudget.profile.recorded_call import RecordedCall, TensorSpec
 from membudget.profile.workspace import (
+    MOST_BYTES,
     _copy_bytes,
+    _extents,
     _is_product,
     _is_small,
     _may_need_more,
@@ -75,7 +78,7 @@ def recorded(
 ) -> Any:
     """Return a recorder of one operator, which reads and writes some values."""
     operator = SimpleNamespace(inputs=inputs, outputs=outputs, flops=flops)
-    values = [SimpleNamespace(bytes=size) for size in sizes]
+    values = [SimpleNamespace(bytes=s, storage=i) for i, s in enumerate(sizes)]
     lifetimes = SimpleNamespace(values=values)
     return SimpleNamespace(operators=[operator], lifetimes=lifetimes)
 
@@ -96,7 +99,21 @@ def test_calls_of_up_to_128_mib_and_two_thousand_million_operations_are_tried(
 ):
     half = 1 << 26
     recorder = recorded([half, half, 1], inputs, outputs, flops)
-    assert _is_small(recorder, call(ATEN.sort.default)) is is_small
+    read = call(ATEN.sort.default, *(spec(half, dtype=torch.int8) for _ in inputs))
+    assert _is_small(recorder, read, MOST_BYTES) is is_small
+    assert not _is_small(recorder, read, half - 1)
+
+
+def test_what_shares_memory_in_the_step_shares_it_in_the_trial():
+    """The parts of a projection to queries, keys and values, say."""
+    recorder = recorded([8, 8, 8], [0, 1, 2], [])
+    for value in recorder.lifetimes.values:
+        value.storage = 5
+    parts = [replace(spec(4, 8, stride=(24, 1)), offset=8 * i) for i in range(3)]
+    assert _extents(recorder, call(ATEN.stack.default, parts)) == {5: (0, 4 * 96)}
+    far = [replace(part, offset=part.offset + 100) for part in parts]
+    # From a multiple of 64 bytes on.
+    assert _extents(recorder, call(ATEN.stack.default, far)) == {5: (384, 400 + 384)}
 
 
 def test_the_copy_of_an_operand_is_as_large_as_its_matrix():

@@ -50,7 +50,8 @@ def namespaces_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]
     """Return the dicts of names that a recompute restores, each with a copy.
 
     They are the buffers of every module, and all attributes of each module of a class
-    that the user defined. Activations stored on a module are detached in the copy,
+    that the user defined, or with hooks before its forward, which bind its weight
+    (pruning, `weight_norm`). Activations stored on a module are detached in the copy,
     which would otherwise keep their graph alive, and with it the regions of the
     previous step.
     """
@@ -63,7 +64,7 @@ def namespaces_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]
         bound = module.__dict__.copy()
         for key, value in module.__dict__.items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
-                bound[key] = value.detach()
+                bound[key] = value.detach().requires_grad_()
         pairs.append((module.__dict__, bound))
     return pairs
 

@@ -56,7 +56,7 @@ class Reached:
         tensors: Parameters, buffers, attributes, closure variables.
         buffers: What a forward may update as state: buffers and attributes of modules.
         modules: All modules found.
-        stateful_modules: Modules of user-defined classes, which may set attributes.
+        stateful_modules: Modules with code or hooks of users, which set attributes.
         writes_statistics: Whether a normalisation layer in training mode was found.
         runs_torchscript: Whether traced or scripted code was found.
         is_lazy: Whether a lazy module with uninitialised parameters was found.
@@ -219,7 +219,7 @@ class Reached:
 
     def _walk(self, value: Module, name: str, depth: int) -> None:
         self.modules.append(value)
-        if self._class(type(value)):
+        if self._class(type(value)) or value._forward_pre_hooks:
             self.stateful_modules.append(value)
         if self.names is not None:
             self.module_names[id(value)] = name

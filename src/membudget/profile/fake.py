@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -26,7 +25,6 @@ from membudget._torch import (
     fake_errors,
     is_fake,
     new_fake_mode,
-    tree_iter,
     tree_map_only,
     without_fake_mode,
     written_arguments,
@@ -38,62 +36,6 @@ from membudget.state.bits import plain_parts
 
 MOST_REAL_BYTES = 1 << 26
 """Larger integer tensors are fake too."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape, strides and dtype of a tensor argument."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def is_contiguous(self) -> bool:
-        """Return whether the elements are contiguous in row-major order."""
-        expected = 1
-        for size, stride in zip(
-            reversed(self.shape), reversed(self.stride), strict=True
-        ):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
-    def is_strided(self) -> bool:
-        """Return whether the tensor has strides; sparse tensors have none."""
-        return len(self.stride) == len(self.shape)
-
-    def is_matrix(self) -> bool:
-        """Return whether BLAS can read the last two dimensions without a copy."""
-        if len(self.shape) < 2:
-            return True
-        (rows, columns), (down, across) = self.shape[-2:], self.stride[-2:]
-        return (across == 1 and down >= columns) or (down == 1 and across >= rows)
-
-    def zeros(self, shape: torch.Size | None = None) -> Tensor:
-        """Return zeros on the CPU with this layout, or contiguous in another shape."""
-        if shape is not None:
-            return torch.zeros(shape, dtype=self.dtype, device="cpu")
-        tensor = torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device="cpu"
-        )
-        return tensor.zero_()
-
-
-@dataclass(slots=True)
-class RecordedCall:
-    """A distinct operator call, with the op indices at which the call occurs."""
-
-    operator: Any
-    args: Any
-    kwargs: Any
-    indices: list[int]
-
-    def specs(self) -> Iterator[TensorSpec]:
-        """Yield the layouts of the tensors among the call's arguments."""
-        for leaf in tree_iter((self.args, self.kwargs)):
-            if isinstance(leaf, TensorSpec):
-                yield leaf
 
 
 @contextmanager

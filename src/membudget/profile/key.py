@@ -8,6 +8,7 @@ tensors are not a part of the key, and may decide how often a loop runs.
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -108,10 +109,20 @@ def _options(optimizer: OptimizerLike) -> Any:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     groups = [
-        {key: value for key, value in group.items() if key not in _SCHEDULED}
+        (group["params"], sorted(_told(group.items())))
         for group in optimizer.param_groups
     ]
-    return type(optimizer), optimizer.defaults, groups
+    return type(optimizer), groups
+
+
+def _told(options: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield options in words, which are the same for other objects that are equal.
+
+    A loaded optimizer has copies of its options, and in another order.
+    """
+    for name, value in options:
+        if name not in ("params", *_SCHEDULED):
+            yield name, " ".join(describe(value))
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.jit import ScriptModule
 from torch.nn import Module
 
 from membudget.errors import SelectionError
@@ -67,7 +68,11 @@ def recorder_of(
     step: Step, emptied: dict[int, Any], is_fake: bool = False
 ) -> StepRecorder:
     """Return a recorder for one run of a step that may fill `emptied` storages."""
-    modules = dict(unwrapped_model(step.model).named_modules())
+    modules = {
+        name: module
+        for name, module in unwrapped_model(step.model).named_modules()
+        if not isinstance(module, ScriptModule)  # It can carry no region.
+    }
     recorder = StepRecorder(modules, is_fake, isinstance(step, CallableStep), emptied)
     recorder.lifetimes.device = step.device
     return recorder

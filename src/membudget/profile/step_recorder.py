@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import (
     current_autograd_node,
+    may_read_bytes,
     node_sequence_number,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -32,10 +32,10 @@ from membudget.observer import Observer
 from membudget.ops import OperatorFacts, facts_of, flat_arguments, flat_outputs
 from membudget.profile.cost import computes_alone, flops_of
 from membudget.profile.events import TimerEvents
-from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
 from membudget.profile.module_calls import noting_calls
 from membudget.profile.noted_draws import NotedDraws
+from membudget.profile.recorded_call import RecordedCall, TensorSpec
 
 
 class _SavedAlias:
@@ -115,8 +115,8 @@ class StepRecorder(Observer):
 
     def _enter(self, path: str, inputs: list[Tensor]) -> int | None:
         """Note that a module's forward begins; return the number of the call."""
-        if self.phase != "forward":
-            return None
+        if self.phase != "forward" or not may_read_bytes():
+            return None  # No region works inside a transform of `torch.func`.
         moment = len(self.operators)
         values = tuple(map(self.lifetimes.value, inputs))
         self.calls.append(ModuleCall(path, moment, moment, values))
@@ -132,6 +132,14 @@ class StepRecorder(Observer):
         """Note that a random number is drawn (`drawing`)."""
         if self.phase == "forward":
             self.noted.note(len(self.operators))
+
+    def _is_inside(self) -> bool:
+        """Return whether a backward pass is no end of the forward, or not the first.
+
+        A part of the model may run one in its own forward, to take a gradient.
+        """
+        inside = (self.calls[number].path for number in self.noted.open_calls)
+        return self.phase != "forward" or any(inside)
 
     def begin(self, phase: Phase) -> None:
         """Start the next phase of the step."""
@@ -155,7 +163,7 @@ class StepRecorder(Observer):
         node = current_autograd_node()
         number = None if node is None else node._sequence_nr()
         self._newest_node = node_sequence_number()
-        if self._finds_backward and node is not None and self.phase == "forward":
+        if self._finds_backward and node is not None and not self._is_inside():
             self.begin("backward")
         recorded = RecordedOperator(operator, self.phase, self._place(number), number)
         self.operators.append(recorded)
@@ -181,13 +189,13 @@ class StepRecorder(Observer):
 
     def _note_call(self, index: int, func: Any, args: Any, kwargs: Any) -> None:
         leaves = [
-            _spec_of(x) if isinstance(x, Tensor) else repr(x)
+            TensorSpec.of(x) if isinstance(x, Tensor) else repr(x)
             for x in flat_arguments(args, kwargs)
         ]
         key = (str(func), *leaves)
         call = self.distinct.get(key)
         if call is None:
-            args, kwargs = tree_map_only(Tensor, _spec_of, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, TensorSpec.of, (args, kwargs))
             call = self.distinct[key] = RecordedCall(func, args, kwargs, [])
         call.indices.append(index)
 
@@ -277,12 +285,6 @@ class StepRecorder(Observer):
 def _no_time() -> int:
     """Return the time of a step that is fake, whose seconds are computed."""
     return 0
-
-
-def _spec_of(tensor: Tensor) -> TensorSpec:
-    strided = tensor.layout is torch.strided
-    stride = tuple(tensor.stride()) if strided else ()
-    return TensorSpec(tuple(tensor.shape), stride, tensor.dtype)
 
 
 def _written(

@@ -39,7 +39,7 @@ from membudget.errors import OptionError
 from membudget.memory.counting import Counted
 from membudget.memory.peak import recorded_events, storage_bytes
 from membudget.ops import facts_of, tensors_in_tree
-from membudget.profile.fake import RecordedCall, TensorSpec
+from membudget.profile.recorded_call import RecordedCall, TensorSpec
 from membudget.profile.step_recorder import StepRecorder
 from membudget.state.bits import plain_parts
 
@@ -48,6 +48,9 @@ MOST_BYTES = 1 << 27
 
 MOST_FLOPS = 1 << 31
 """Calls with more floating-point operations are not tried."""
+
+ALIGNMENT = 64
+"""Bytes at whose multiples torch allocates memory, and any number may begin."""
 
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
@@ -140,8 +143,14 @@ def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
         recorder.operators[index].workspace_bytes = max(0, more - made[index])
 
 
-def try_kernels(recorder: StepRecorder) -> int:
+def try_kernels(recorder: StepRecorder, room_bytes: int | None = None) -> int:
     """Set the workspaces of a fake step on the CPU by running its kernels on zeros.
+
+    What shares memory in the step does so here: no trial takes more than the step.
+
+    Args:
+        recorder: Has recorded the step.
+        room_bytes: What operands and outputs of one may take; `None` for no limit.
 
     Returns:
         The number of operators not measured: those too large to run, or that fail on
@@ -149,7 +158,8 @@ def try_kernels(recorder: StepRecorder) -> int:
         product as the size of all operands that BLAS cannot read in place.
     """
     calls = [call for call in recorder.distinct.values() if _may_need_more(call)]
-    small = [call for call in calls if _is_small(recorder, call)]
+    most_bytes = MOST_BYTES if room_bytes is None else min(room_bytes, MOST_BYTES)
+    small = [call for call in calls if _is_small(recorder, call, most_bytes)]
     shapes: dict[int, torch.Size] = {}
     outputs: list[int | None] = []
     with allocations(HOST) as meter, without_dispatch_modes(), BelowAutograd():
@@ -196,11 +206,26 @@ def _is_product(call: RecordedCall) -> bool:
     return call.operator.name().split(".")[0] in _PRODUCTS
 
 
-def _is_small(recorder: StepRecorder, call: RecordedCall) -> bool:
-    operator = recorder.operators[call.indices[0]]
-    values = {*operator.inputs, *operator.outputs}
-    size = sum(recorder.lifetimes.values[value].bytes for value in values)
-    return size <= MOST_BYTES and operator.flops <= MOST_FLOPS
+def _is_small(recorder: StepRecorder, call: RecordedCall, most_bytes: int) -> bool:
+    operator, values = recorder.operators[call.indices[0]], recorder.lifetimes.values
+    read = _extents(recorder, call)
+    made = {v for v in operator.outputs if values[v].storage not in read}
+    size = sum(end - start for start, end in read.values())
+    size += sum(values[value].bytes for value in made)
+    return size <= most_bytes and operator.flops <= MOST_FLOPS
+
+
+def _extents(recorder: StepRecorder, call: RecordedCall) -> dict[int, tuple[int, int]]:
+    """Return which bytes of each storage the arguments of a call take."""
+    found: dict[int, tuple[int, int]] = {}
+    inputs = recorder.operators[call.indices[0]].inputs
+    for spec, value in zip(call.specs(), inputs, strict=False):
+        start, end = spec.extent()
+        start -= start % ALIGNMENT
+        storage = recorder.lifetimes.values[value].storage
+        first, last = found.get(storage, (start, end))
+        found[storage] = min(start, first), max(end, last)
+    return found
 
 
 def _try(
@@ -211,12 +236,18 @@ def _try(
 ) -> int | None:
     """Run a call on zeros; return its output bytes, or `None` if the call fails."""
     operator = recorder.operators[call.indices[0]]
-    values = iter(operator.inputs)
+    values, extents = iter(operator.inputs), _extents(recorder, call)
+    memory: dict[int, Tensor] = {}
 
     def zeros(spec: TensorSpec) -> Tensor:
-        # An earlier call may have corrected the shape of this input.
-        shape = shapes.get(next(values))
-        return spec.zeros(shape)
+        value = next(values)
+        if value in shapes:  # An earlier call has corrected it.
+            return torch.zeros(shapes[value], dtype=spec.dtype, device="cpu")
+        storage = recorder.lifetimes.values[value].storage
+        start, end = extents[storage]
+        if storage not in memory:
+            memory[storage] = torch.zeros(end - start, dtype=torch.uint8, device="cpu")
+        return spec.within(memory[storage], start)
 
     try:
         args, kwargs = tree_map_only(TensorSpec, zeros, (call.args, call.kwargs))

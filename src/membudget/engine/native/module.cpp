@@ -186,6 +186,7 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"__torch_function__", &torch_function_name}, {"empty", &empty_name},
     {"__dict__", &dict_name}, {"_buffers", &buffers_name}, {"_class", &class_name},
     {"_modules", &modules_name}, {"_note_buffers", &note_buffers_name},
+    {"_forward_pre_hooks", &pre_hooks_name},
     {"_parameters", &parameters_name}, {"values", &values_name}, {"visit", &visit_name},
     {"enabled", &enabled_name}, {"strategy", &strategy_name},
     {"_is_fastpath_enabled", &fastpath_name}, {"_current_level", &current_level_name}, {"_note_reached", &note_reached_name},

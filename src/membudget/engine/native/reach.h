@@ -16,6 +16,7 @@ inline long most_depth;
 inline PyObject *attribute_names, *class_slots, *known_attributes, *module_visitor, *no_text,
     *visitors;
 inline PyObject *buffers_name, *class_name, *dict_name, *modules_name, *note_buffers_name,
+    *pre_hooks_name,
     *parameters_name, *values_name, *visit_name;
 
 inline Ref dict_of(PyObject* object) {
@@ -169,7 +170,7 @@ inline void visit(PyObject* of, PyObject* value, long depth) {
 }
 
 // As `Reached._class`.
-inline bool is_stateful(PyObject* of, PyObject* module) {
+inline bool is_users(PyObject* of, PyObject* module) {
   auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(module));
   Ref known = Ref::made(PyObject_CallOneArg(class_slots, kind));
   if (PyList_GET_SIZE(PyTuple_GET_ITEM((PyObject*)known, 0)) != 0) {
@@ -230,10 +231,12 @@ inline void walk_attribute(PyObject* of, PyObject* item, long depth) {
 inline void walk(PyObject* of, PyObject* module, long depth) {
   Deeper deeper(" while a region looks for what it reads");
   append(reached::modules.of(of), module);
-  if (is_stateful(of, module)) {
+  Ref dict = dict_of(module);
+  int has_hooks = PyObject_IsTrue(Ref::made(PyObject_GetItem(dict, pre_hooks_name)));
+  check(has_hooks);
+  if (is_users(of, module) || has_hooks) {
     append(reached::stateful_modules.of(of), module);
   }
-  Ref dict = dict_of(module);
   for (PyObject* name : {parameters_name, buffers_name, modules_name}) {
     walk_held(of, Ref::made(PyObject_GetItem(dict, name)), depth);
   }

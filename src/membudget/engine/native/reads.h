@@ -87,7 +87,7 @@ inline PyObject* note_reads(PyObject*, PyObject* const* given, Py_ssize_t) {
   Ref namespaces = Ref::made(PyList_New(0)), parameters = Ref::made(PyList_New(0));
   append_held(namespaces, modules, buffers_name, false);
   each(reached::stateful_modules.of(given[1]), [&](PyObject* module) {
-    append_copy(namespaces, dict_of(module), false);
+    append_copy(namespaces, dict_of(module), true);
   });
   append_held(parameters, modules, parameters_name, true);
   reads::namespaces.set(of, std::move(namespaces));
