@@ -74,7 +74,7 @@ class Step:
             model returns (Lightning), or what `find_loss` finds in the output.
         loss_from: Where the loss came from in the last run, in words.
         optimizer: What stands in for the optimizer where the step is metered.
-        limit_bytes: What it may reserve there, or a kernel take where it is recorded.
+        limit_bytes: What the step may reserve there, if that is limited.
         draws: Letters for the random numbers by which the model chooses what to run;
             see `draws`.
         on_draw: Called for each of them; see `drawing`.

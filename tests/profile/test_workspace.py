@@ -76,10 +76,10 @@ def test_a_note_counts_operators_that_are_too_large_to_be_tried():
 def test_a_note_counts_operators_whose_zeros_did_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def short(spec: TensorSpec) -> Tensor:
+    def short(spec: TensorSpec, memory: Tensor, start_bytes: int) -> Tensor:
         raise torch.OutOfMemoryError(f"no memory for {spec}")
 
-    monkeypatch.setattr(TensorSpec, "zeros", short)
+    monkeypatch.setattr(TensorSpec, "within", short)
     found = profile(Of(lambda w, x: x @ w, 64, 64), torch.randn(64, 64), fake=True)
 
     assert "operators were too large to be tried" in found.notes[0]

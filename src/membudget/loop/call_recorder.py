@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,6 @@ class CallRecorder:
         sets: RegionSets,
         casts: CachedCasts,
         device: Device | None = None,
-        free_bytes: Callable[[], int | None] = lambda: None,
     ):
         """Store the model, and the optimizer if it was given.
 
@@ -56,9 +55,8 @@ class CallRecorder:
             sets: The regions of the model.
             casts: The casts of its parameters that autocast caches.
             device: The device whose times are estimated; by default this processor.
-            free_bytes: Returns what kernels may take that are tried, if it is limited.
         """
-        self._device, self._free_bytes = device, free_bytes
+        self._device = device
         self.not_foreseen = ""
         self.is_recording = False
         self._model = model
@@ -95,7 +93,6 @@ class CallRecorder:
             UnrecordableError: If the model does not run on fake tensors.
         """
         self._sets.clear()
-        step.limit_bytes = self._free_bytes()
         text = "recording a call of the model, without memory"
         self.is_recording = True
         try:

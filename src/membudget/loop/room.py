@@ -66,11 +66,6 @@ class Room:
         parts = max(1, most_awaited - len(awaited))
         return Left(limit_bytes // parts, limit_bytes, parts, absent)
 
-    def free_bytes(self) -> int | None:
-        """Return what is free on the device; `None` if the budget is a share."""
-        budget = self.without_plan()
-        return None if budget is None else budget.step_bytes
-
     def without_plan(self) -> Budget | None:
         """Return the budget of a call without a plan; `None` if that is a share."""
         if isinstance(self._limit, Share):

@@ -79,9 +79,7 @@ class Root(CarriedBudget):
         self._room = room
         self.casts = CachedCasts(model)
         on = None if host is None else host.device
-        self._recorder = CallRecorder(
-            model, optimizer, self.sets, self.casts, on, room.free_bytes
-        )
+        self._recorder = CallRecorder(model, optimizer, self.sets, self.casts, on)
         self.plans = Plans(self._recorder.record, host, room.counted.device)
         self.meter = BatchMeter(room.counted)
         self.awaited = Awaited()

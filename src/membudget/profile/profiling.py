@@ -223,7 +223,7 @@ def _fake_profile(
                 "a profiler was running, so no kernel was tried; workspaces count as 0"
             )
         elif all(t.device.type == "cpu" for t in step.tensors()):
-            untried = try_kernels(recorder, step.limit_bytes)
+            untried = try_kernels(recorder)
             if untried:
                 notes.append(
                     f"{untried} operators were too large to be tried, or failed on "

@@ -143,14 +143,11 @@ def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
         recorder.operators[index].workspace_bytes = max(0, more - made[index])
 
 
-def try_kernels(recorder: StepRecorder, room_bytes: int | None = None) -> int:
+def try_kernels(recorder: StepRecorder) -> int:
     """Set the workspaces of a fake step on the CPU by running its kernels on zeros.
 
-    What shares memory in the step does so here: no trial takes more than the step.
-
-    Args:
-        recorder: Has recorded the step.
-        room_bytes: What operands and outputs of one may take; `None` for no limit.
+    What shares memory in the step does so here, so that a trial takes what its operator
+    does in the step, beside copies of the parameters that it reads.
 
     Returns:
         The number of operators not measured: those too large to run, or that fail on
@@ -158,8 +155,7 @@ def try_kernels(recorder: StepRecorder, room_bytes: int | None = None) -> int:
         product as the size of all operands that BLAS cannot read in place.
     """
     calls = [call for call in recorder.distinct.values() if _may_need_more(call)]
-    most_bytes = MOST_BYTES if room_bytes is None else min(room_bytes, MOST_BYTES)
-    small = [call for call in calls if _is_small(recorder, call, most_bytes)]
+    small = [call for call in calls if _is_small(recorder, call)]
     shapes: dict[int, torch.Size] = {}
     outputs: list[int | None] = []
     with allocations(HOST) as meter, without_dispatch_modes(), BelowAutograd():
@@ -196,23 +192,27 @@ def _may_need_more(call: RecordedCall) -> bool:
     if _is_product(call):
         # It copies operands that BLAS cannot read; oneDNN repacks bfloat16.
         return any(s.dtype is torch.bfloat16 or not s.is_matrix() for s in specs)
-    # An elementwise operator allocates only to convert operands to one layout or dtype.
+    if not all(spec.is_contiguous() for spec in specs):
+        return True
+    # An elementwise operator allocates only to convert operands to one layout or dtype;
+    # a lookup does not copy its table, which may be the largest tensor of a model.
     is_pointwise = torch.Tag.pointwise in call.operator.tags
     is_uniform = len({spec.dtype for spec in specs}) == 1
-    return not (is_pointwise and is_uniform and all(s.is_contiguous() for s in specs))
+    is_lookup = call.operator is torch.ops.aten.embedding.default
+    return not ((is_pointwise and is_uniform) or is_lookup)
 
 
 def _is_product(call: RecordedCall) -> bool:
     return call.operator.name().split(".")[0] in _PRODUCTS
 
 
-def _is_small(recorder: StepRecorder, call: RecordedCall, most_bytes: int) -> bool:
+def _is_small(recorder: StepRecorder, call: RecordedCall) -> bool:
     operator, values = recorder.operators[call.indices[0]], recorder.lifetimes.values
     read = _extents(recorder, call)
     made = {v for v in operator.outputs if values[v].storage not in read}
     size = sum(end - start for start, end in read.values())
     size += sum(values[value].bytes for value in made)
-    return size <= most_bytes and operator.flops <= MOST_FLOPS
+    return size <= MOST_BYTES and operator.flops <= MOST_FLOPS
 
 
 def _extents(recorder: StepRecorder, call: RecordedCall) -> dict[int, tuple[int, int]]:
