@@ -70,6 +70,16 @@ def test_a_budget_that_cannot_be_met_is_refused_before_the_forward_begins():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_loop_that_catches_refusals_is_told_of_them_in_the_report():
+    """A `BudgetError` is a `ValueError`, as which a loop may skip a bad batch."""
+    model = Language()
+    with mb.budget(model, 100_000) as fitted:
+        for _ in range(2):
+            with suppress(ValueError):
+                model(tokens(48))
+    assert "2 calls were refused with a BudgetError" in fitted.report()
+
+
 def test_what_a_refusal_names_is_enough():
     model = Language()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -30,6 +30,14 @@ def warn_of_no_plan(model: Module, why: str) -> None:
     )
 
 
+def were_refused(times: int) -> str:
+    """Say how often a call was refused, which a loop that catches errors may not."""
+    return (
+        f"{times} {'calls were' if times > 1 else 'call was'} refused with a "
+        "BudgetError, and did not run"
+    )
+
+
 def exceeded(history: History, peak_bytes: int, is_other: bool = False) -> str:
     """Say of a micro-batch that it took more than was left for it.
 

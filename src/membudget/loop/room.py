@@ -34,6 +34,7 @@ class Room:
 
     Attributes:
         counted: The live bytes of the device.
+        refused: How often a call, or the step of an optimizer, was refused.
     """
 
     def __init__(self, limit: int | Share, on_exceed: OnExceed, counted: Counted):
@@ -41,6 +42,7 @@ class Room:
         self.counted = counted
         self._limit = limit
         self._on_exceed = on_exceed
+        self.refused = 0
 
     def left(
         self,
@@ -131,6 +133,7 @@ class Room:
         """
         error.args = (f"{about}{error}",)
         if self._on_exceed == "raise":
+            self.refused += 1
             try:
                 raise error
             finally:

@@ -284,6 +284,8 @@ class Root(CarriedBudget):
         """Yield what a user should know, in sentences."""
         if self._why_not:
             yield f"no plan: the model cannot be recorded ({self._why_not})"
+        if self._room.refused:
+            yield notes.were_refused(self._room.refused)
         if self._shortages:
             yield notes.found_no_memory(self._shortages)
         if self._was_out_of_reach:
