@@ -194,22 +194,29 @@ def table(title: str, found: dict[str, tuple[Estimate, Estimate]]) -> Table:
     return result
 
 
-def module_table(estimates: dict[str, Estimate]) -> Table:
+def module_costs(estimates: dict[str, Estimate]) -> dict[str, dict[str, float]]:
     """Return what a region of each module costs, as a fraction of torch's."""
-    result = Table(title="regions of modules, forward and backward, ÷ torch's")
-    for head in ("", *modules()):
-        result.add_column(head, justify="right" if head else "left")
 
     def over_plain(name: str, what: str) -> Estimate:
         return estimates[f"{name}/{what}"] - estimates[f"plain/{what}"]
 
-    for name in ways():
-        if name != "plain":
-            ratios = [
-                over_plain(name, what).ratio(over_plain(BASE, what))[0]
-                for what in modules()
-            ]
-            result.add_row(name, *(f"{ratio:.2f}" for ratio in ratios))
+    return {
+        name: {
+            what: over_plain(name, what).ratio(over_plain(BASE, what))[0]
+            for what in modules()
+        }
+        for name in ways()
+        if name != "plain"
+    }
+
+
+def module_table(found: dict[str, dict[str, float]]) -> Table:
+    """Return these costs as a table."""
+    result = Table(title="regions of modules, forward and backward, ÷ torch's")
+    for head in ("", *modules()):
+        result.add_column(head, justify="right" if head else "left")
+    for name, ratios in found.items():
+        result.add_row(name, *(f"{ratio:.2f}" for ratio in ratios.values()))
     return result
 
 
@@ -254,7 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
     results["verdicts"] = verdicts(found, has_extension)
     estimates, _ = in_turns(cases(modules(), backward=True), seconds=seconds)
-    console.print(module_table(estimates))
+    results["modules"] = module_costs(estimates)
+    console.print(module_table(results["modules"]))
     for line in results["verdicts"]:
         console.print(line)
     path = save("region_cost", results)

@@ -60,13 +60,8 @@ def namespaces_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]
         buffers = module.__dict__["_buffers"]
         if buffers:
             pairs.append((buffers, buffers.copy()))
-    for module in reached.stateful_modules:
-        bound = module.__dict__.copy()
-        for key, value in module.__dict__.items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                bound[key] = value.detach().requires_grad_()
-        pairs.append((module.__dict__, bound))
-    return pairs
+    stateful = (module.__dict__ for module in reached.stateful_modules)
+    return [*pairs, *((names, _without_history(names)) for names in stateful)]
 
 
 def parameters_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -74,14 +69,18 @@ def parameters_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]
     pairs = []
     for module in reached.modules:
         held = module.__dict__["_parameters"]
-        if held:
-            copied = held.copy()
-            for key, tensor in held.items():
-                # `functional_call` swaps in what was computed from parameters.
-                if tensor is not None and tensor.grad_fn is not None:
-                    copied[key] = tensor.detach().requires_grad_()
-            pairs.append((held, copied))
+        if held:  # `functional_call` swaps in what was computed from parameters.
+            pairs.append((held, _without_history(held)))
     return pairs
+
+
+def _without_history(held: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a dict, in which tensors that were computed are leaves."""
+    copied = held.copy()
+    for key, value in held.items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            copied[key] = value.detach().requires_grad_()
+    return copied
 
 
 def enter_parameters(

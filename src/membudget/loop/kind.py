@@ -201,7 +201,7 @@ class CallKind:
     def again(
         self, point: RecordedSize, keys: Container[Decisions | None]
     ) -> Iterator[Predicted]:
-        """Yield what is predicted of a recorded size under those of some plans."""
+        """Yield what is predicted of a recorded size under schedules that decide so."""
         for key, (schedule, of) in self.schedules.items():
             if key in keys and self.points[of].structure == point.structure:
                 yield point.predicted(schedule)

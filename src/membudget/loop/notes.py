@@ -34,7 +34,7 @@ def were_refused(times: int) -> str:
     """Say how often a call was refused, which a loop that catches errors may not."""
     return (
         f"{times} {'calls were' if times > 1 else 'call was'} refused with a "
-        "BudgetError, and did not run"
+        "BudgetError, of the model or of an optimizer's step, and did not run"
     )
 
 

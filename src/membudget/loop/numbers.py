@@ -58,7 +58,7 @@ class _SameMode:
     equal: dict[int, set[Hashable]] = field(default_factory=dict)
 
     def add(self, sizes: Sizes, values: Values) -> None:
-        """Note values of which no recording of this size is unequal to the others."""
+        """Note the values of a recording, which equals the others of its size."""
         first = self.seen.setdefault(sizes, values)
         if first == values:
             return
@@ -68,7 +68,7 @@ class _SameMode:
                 equal.update(of_both)
 
     def has(self, place: int, value: Hashable) -> bool:
-        """Return whether a value was compared, or is one of many that may be any."""
+        """Return whether a value was compared, or enough others were."""
         equal = self.equal.get(place, ())
         return value in equal or len(equal) >= ENOUGH
 
@@ -81,7 +81,7 @@ class _Alike:
         kinds: Hashes of their kinds, as long as they are counted.
         seen: What was recorded of each size, and of which kind, by the values.
         idle: Places at which values of equal recordings differ.
-        unequal: Sets of places at which those of unequal ones do.
+        unequal: The places at which those of two unequal ones do, for each such pair.
         deciding: Places at which values are found to decide something.
         modes: Calls with the same values at these places, by those.
         is_any: Whether any value may decide something.
@@ -141,7 +141,7 @@ class _Alike:
         return mode.first if all(mode.has(p, values[p]) for p in others) else None
 
     def count(self, kind: Hashable) -> bool:
-        """Count a kind; return whether they are so many that the user is told of them.
+        """Count a kind; return whether there are so many that the user is told.
 
         Where a mode decides and a step does not, there may be as many of each mode.
         """

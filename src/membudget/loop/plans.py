@@ -24,7 +24,6 @@ from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
-from membudget._torch_accelerator import HOST
 from membudget.allowance import Share
 from membudget.loop.history import Basis, History, Left
 from membudget.loop.host_room import HostRoom
@@ -79,8 +78,8 @@ class Plans:
     def __init__(
         self,
         record: Callable[[], RecordedBatch],
-        host: HostRoom | None = None,
-        device: torch.device = HOST,
+        host: HostRoom | None,
+        device: torch.device,
     ):
         """Start without plans; `record()` records the micro-batch that is to run."""
         self._record, self._host, self._device = record, host, device

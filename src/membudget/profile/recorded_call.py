@@ -14,7 +14,10 @@ from membudget._torch import tree_iter
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, strides and dtype of a tensor argument; its place makes no other call."""
+    """Shape, strides and dtype of a tensor argument, which tell calls apart.
+
+    Its offset in its storage does not; it is that of the first such call.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -61,11 +64,9 @@ class TensorSpec:
     def within(self, memory: Tensor, start_bytes: int) -> Tensor:
         """Return the tensor in memory on the CPU that begins so far in its storage."""
         offset = self.offset - start_bytes // self.dtype.itemsize
-        tensor, storage = (
-            memory.new_empty(0, dtype=self.dtype),
-            memory.untyped_storage(),
-        )
-        return tensor.set_(storage, offset, self.shape, self.stride)
+        storage = memory.untyped_storage()
+        empty = memory.new_empty(0, dtype=self.dtype)
+        return empty.set_(storage, offset, self.shape, self.stride)
 
 
 @dataclass(slots=True)

@@ -134,7 +134,7 @@ class StepRecorder(Observer):
             self.noted.note(len(self.operators))
 
     def _is_inside(self) -> bool:
-        """Return whether a backward pass is no end of the forward, or not the first.
+        """Return whether a backward pass that begins now does not end the forward.
 
         A part of the model may run one in its own forward, to take a gradient.
         """

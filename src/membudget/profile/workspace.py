@@ -146,8 +146,8 @@ def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
 def try_kernels(recorder: StepRecorder) -> int:
     """Set the workspaces of a fake step on the CPU by running its kernels on zeros.
 
-    What shares memory in the step does so here, so that a trial takes what its operator
-    does in the step, beside copies of the parameters that it reads.
+    What shares memory in the step does so here: a trial takes what its operator takes
+    in the step, and copies of the parameters that it reads.
 
     Returns:
         The number of operators not measured: those too large to run, or that fail on

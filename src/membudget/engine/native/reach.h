@@ -16,8 +16,7 @@ inline long most_depth;
 inline PyObject *attribute_names, *class_slots, *known_attributes, *module_visitor, *no_text,
     *visitors;
 inline PyObject *buffers_name, *class_name, *dict_name, *modules_name, *note_buffers_name,
-    *pre_hooks_name,
-    *parameters_name, *values_name, *visit_name;
+    *parameters_name, *pre_hooks_name, *values_name, *visit_name;
 
 inline Ref dict_of(PyObject* object) {
   return attribute(object, dict_name);
